@@ -1,0 +1,77 @@
+"""agentkv: many agents, one system prompt, one engine inside your event loop."""
+
+from .config import EngineConfig, GenerateOptions, SamplingOptions
+from .core.batch import ModelInfo
+from .core.protocols import Runner
+from .engine import Engine
+from .errors import (
+    AgentKVError,
+    CapacityError,
+    ChatTemplateError,
+    CheckpointError,
+    ContextLengthError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineNotOpenError,
+    InvalidOptionError,
+    ModelError,
+    NamespaceError,
+    OutOfBlocksError,
+    QueueFullError,
+    RequestError,
+    SessionBusyError,
+    SessionClosedError,
+    SessionError,
+    StepError,
+    UnsupportedModelError,
+    UntrustedModelError,
+    WrongLoopError,
+)
+from .messages import Completion, Delta, EngineStats, Message, TokenLogprob, Usage
+from .session import Checkpoint, Session, Status
+from .stream import Stream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgentKVError",
+    "CapacityError",
+    "ChatTemplateError",
+    "Checkpoint",
+    "CheckpointError",
+    "Completion",
+    "ContextLengthError",
+    "Delta",
+    "Engine",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineNotOpenError",
+    "EngineStats",
+    "GenerateOptions",
+    "InvalidOptionError",
+    "Message",
+    "ModelError",
+    "ModelInfo",
+    "NamespaceError",
+    "OutOfBlocksError",
+    "QueueFullError",
+    "RequestError",
+    "Runner",
+    "SamplingOptions",
+    "Session",
+    "SessionBusyError",
+    "SessionClosedError",
+    "SessionError",
+    "Status",
+    "StepError",
+    "Stream",
+    "TokenLogprob",
+    "UnsupportedModelError",
+    "UntrustedModelError",
+    "Usage",
+    "WrongLoopError",
+    "__version__",
+]

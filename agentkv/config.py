@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict, get_args
 
 import msgspec
 
 from .errors import InvalidOptionError
 
-__all__ = ["DType", "EngineConfig", "SamplingOptions"]
+__all__ = ["DType", "EngineConfig", "GenerateOptions", "SamplingOptions"]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -169,6 +169,30 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         missing = {name: getattr(defaults, name) for name in names if getattr(self, name) is None}
         return msgspec.structs.replace(self, **missing) if missing else self
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keyword options of `generate` and `stream`, with the meanings of SamplingOptions.
+
+    `stop` may also be one string, and `stop_token_ids` any sequence of ids.
+    """
+
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float]
+    logprobs: bool
+    top_logprobs: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
 
 
 def check_integer(

@@ -1,0 +1,240 @@
+"""The engine: one model and its KV memory inside the user's event loop.
+
+Opens and closes the worker and makes sessions; what a session does is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Unpack
+
+import msgspec
+
+from .config import EngineConfig, GenerateOptions, check_integer
+from .errors import (
+    EngineClosedError,
+    EngineNotOpenError,
+    InvalidOptionError,
+    RequestError,
+    UntrustedModelError,
+)
+from .messages import Completion, EngineStats, Message
+from .session import Session
+from .text import conversation as text
+from .text.tokenizer import ChatTokenizer
+from .tree import draw_tree
+from .turn import Host, Prompt, State, derive_key, to_entries
+from .worker import ModelInfo, Runner, Snapshot, TokenIds, Worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Engine"]
+
+Progress = Callable[[str, float], None]
+
+
+class _Life(Enum):
+    NEW = "not open"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class Engine:
+    """One model, its KV memory and its sessions. Open it with `async with`, in asyncio or trio.
+
+    `open_runner` is called off the loop with the configuration and returns a Runner. `tokenizer`
+    defaults to the runner's own `tokenizer`, if it has one; without any, prompts are token ids.
+    """
+
+    def __init__(
+        self,
+        open_runner: Callable[[EngineConfig], Runner],
+        *,
+        tokenizer: ChatTokenizer | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self._open_runner = open_runner
+        self._tokenizer = tokenizer
+        self._config = config or EngineConfig()
+        self._life = _Life.NEW
+        self._worker: Worker | None = None
+        self._host: Host | None = None
+        self._ordinal = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | Any = None,  # Any: a PreTrainedModel; transformers is imported later
+        *,
+        tokenizer: Any = None,  # Any: a PreTrainedTokenizerFast or a ChatTokenizer
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+        **overrides: Any,  # Any: fields of EngineConfig, which checks them
+    ) -> Engine:
+        """An engine on a model directory, a .gguf file, a hub id or a loaded PreTrainedModel.
+
+        None takes what the environment variable AGENTKV_MODEL names, else the installed
+        SmolLM2-135M-Instruct package, else that model's hub id. Nothing is read before the engine
+        is opened. `overrides` are fields of EngineConfig. `progress` is called on the loading
+        thread with what is done and the share that is finished, 0 to 1.
+
+        Raises:
+            TypeError: an override is not a field of EngineConfig.
+            InvalidOptionError: a setting is out of range.
+        """
+        known = EngineConfig.__struct_fields__
+        if unknown := sorted(overrides.keys() - set(known)):
+            raise TypeError(f"EngineConfig has no field {', '.join(unknown)}")
+        settings = msgspec.structs.asdict(config or EngineConfig()) | overrides
+        chosen = EngineConfig(**settings)
+        if model is not None and not isinstance(model, str) and tokenizer is None:
+            if hasattr(model, "parameters"):
+                raise InvalidOptionError("a loaded model needs its tokenizer: tokenizer=...")
+
+        def open_runner(config: EngineConfig) -> Runner:
+            from .model.runner import open_pretrained
+
+            return open_pretrained(model, tokenizer=tokenizer, config=config, progress=progress)
+
+        return cls(open_runner, config=chosen)
+
+    async def __aenter__(self) -> Engine:
+        if self._life is not _Life.NEW:
+            raise EngineClosedError(f"an engine is opened once, and this one is {self._life.value}")
+        self._worker = Worker(self._open_runner, self._config)
+        try:
+            runner = await self._worker.open()
+        except BaseException:
+            self._life = _Life.CLOSED
+            raise
+        tokenizer = self._tokenizer or getattr(runner, "tokenizer", None)
+        info = runner.info
+        limit = min(info.max_context, info.num_blocks * info.block_size)
+        self._host = Host(self._worker, tokenizer, info, self._config, limit)
+        self._life = _Life.OPEN
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Refuse new work, end every call with EngineClosedError and free the memory. Idempotent.
+
+        A step in progress is waited for at most `close_timeout_s`.
+        """
+        self._life = _Life.CLOSED
+        if self._worker is not None:
+            await self._worker.close()
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the engine knows of its model, while open.
+
+        Raises:
+            EngineNotOpenError: the engine has not been opened.
+        """
+        return self._opened().info
+
+    @property
+    def tokenizer(self) -> ChatTokenizer | None:
+        """The tokenizer of the model, while open.
+
+        Raises:
+            EngineNotOpenError: the engine has not been opened.
+        """
+        return self._opened().tokenizer
+
+    def session(
+        self,
+        *,
+        system: str | Sequence[int] | None = None,
+        messages: Sequence[Message] | Sequence[int] = (),
+        name: str | None = None,
+        namespace: str | None = None,
+        priority: int = 0,
+    ) -> Session:
+        """A new conversation. Computes nothing: the first call does, or `await session`.
+
+        `system` is the system prompt, `messages` what has been said so far. Given as token ids,
+        either makes a session without a chat template. KV is shared with every session of the same
+        `namespace` that starts with the same tokens. A higher `priority` is served first.
+
+        Raises:
+            EngineNotOpenError: the engine has not been opened.
+            RequestError: the messages are wrong.
+        """
+        host = self._opened()
+        host.worker.check()
+        check_integer("priority", priority, -(2**31), 2**31 - 1, optional=False)
+        for label, value in (("name", name), ("namespace", namespace)):
+            if value is not None and not isinstance(value, str):
+                raise InvalidOptionError(f"{label} must be a string, not {type(value).__name__}")
+        conversation = _start(host, system, messages)
+        self._ordinal += 1
+        key = derive_key(self._config.seed, "root", self._ordinal)
+        state = State(conversation, Snapshot(TokenIds.EMPTY, namespace), key)
+        return Session(host, state, parent=None, name=name, priority=priority)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        n: int = 1,
+        system: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """A single reply without a session of its own; `n` replies share the prompt's KV.
+
+        With `n` above 1, `Completion.samples` has them all. Raises as `Session.generate` does.
+        """
+        check_integer("n", n, 1, self._opened().config.max_num_seqs, optional=False)
+        async with self.session(system=system) as session:
+            return await session._generate(prompt, n, timeout, options)
+
+    def stats(self) -> EngineStats:
+        """The engine's figures after its last step."""
+        self._opened()
+        assert self._worker is not None
+        return self._worker.stats
+
+    async def tree(self) -> str:
+        """A picture of the open sessions: who was forked from whom, shared and own blocks."""
+        host = self._opened()
+        return await draw_tree(host)
+
+    def __repr__(self) -> str:
+        name = "" if self._host is None else f" {self._host.info.name}"
+        return f"<Engine{name}, {self._life.value}>"
+
+    def _opened(self) -> Host:
+        if self._life is _Life.CLOSED and self._host is None:
+            raise EngineClosedError("the engine has been closed")
+        if self._host is None:
+            raise EngineNotOpenError("open the engine first: `async with engine:`")
+        return self._host
+
+
+def _start(
+    host: Host, system: str | Sequence[int] | None, messages: Sequence[Message] | Sequence[int]
+) -> text.Conversation:
+    opening = [] if system is None else list(to_entries(system))
+    if isinstance(system, str):
+        opening = [Message("system", system)]
+    if isinstance(messages, (str, Message)):
+        raise RequestError("messages is a list of messages, or of token ids")
+    opening += to_entries(messages) if len(messages) else ()
+    ids = [entry for entry in opening if not isinstance(entry, Message)]
+    if ids and len(ids) < len(opening):
+        raise RequestError("a session opens with messages or with token ids, not both")
+    if ids:
+        return text.start_from_ids([token for span in ids for token in span])
+    return text.start([entry for entry in opening if isinstance(entry, Message)])

@@ -1,0 +1,489 @@
+"""A session: an agent's conversation, cheap to hold, to fork and to drop.
+
+Owns the committed state of one conversation and the order of its calls. The KV belongs to the
+engine; a session holds a lease on the snapshot that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from enum import Enum
+from types import TracebackType
+from typing import Unpack
+from weakref import ReferenceType, ref
+
+import anyio
+import msgspec
+
+from .config import GenerateOptions, SamplingOptions, check_number
+from .errors import (
+    CheckpointError,
+    NamespaceError,
+    QueueFullError,
+    RequestError,
+    SessionBusyError,
+    SessionClosedError,
+)
+from .messages import Completion, Message, Usage
+from .stream import Stream
+from .text import conversation as text
+from .turn import (
+    Entry,
+    Host,
+    Prompt,
+    State,
+    Turn,
+    build_request,
+    check_capacity,
+    complete,
+    derive_key,
+    parse_options,
+    plan_turn,
+    to_entries,
+)
+from .worker import Finished, Lease
+
+__all__ = ["Checkpoint", "Session", "Status"]
+
+
+class Status(Enum):
+    """What a session is doing."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    STREAMING = "streaming"
+    CLOSED = "closed"
+
+
+class Checkpoint:
+    """A committed state of a session, kept so that `rollback` can return to it.
+
+    It holds KV until it is closed or dropped; it is an async context manager that closes.
+    """
+
+    __slots__ = ("__weakref__", "_host", "_lease", "_owner", "_state")
+
+    def __init__(self, host: Host, owner: str, state: State) -> None:
+        self._host = host
+        self._owner = owner
+        self._state: State | None = state
+        self._lease = Lease(host.worker, state.snapshot)
+
+    async def aclose(self) -> None:
+        """Let go of the state. Idempotent."""
+        self._state = None
+        self._lease.close()
+
+    async def __aenter__(self) -> Checkpoint:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):
+            self._host.worker.dropped.append(self._lease)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._state is None else f"{len(self._state.snapshot.ids)} tokens"
+        return f"<Checkpoint of {self._owner}, {state}>"
+
+
+class Session:
+    """A handle on one conversation. Calls on it run one at a time, in the order they first run.
+
+    Made by `Engine.session` and `fork`. Awaiting it warms it: the messages so far are encoded and
+    prefilled, so that the next call computes its own tokens alone. Dropping it closes it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_forks",
+        "_host",
+        "_is_closed",
+        "_lease",
+        "_lock",
+        "_priority",
+        "_state",
+        "_stream",
+        "_turn",
+        "_usage",
+        "id",
+        "name",
+        "parent",
+    )
+
+    def __init__(
+        self, host: Host, state: State, *, parent: str | None, name: str | None, priority: int
+    ) -> None:
+        host.opened += 1
+        self.id = f"s{host.opened}"
+        self.name = name
+        self.parent = parent
+        self._host = host
+        self._state = state
+        self._lease = Lease(host.worker, state.snapshot)
+        self._lock = anyio.Semaphore(1, max_value=1, fast_acquire=True)
+        self._priority = priority
+        self._usage = Usage()
+        self._forks = 0
+        self._turn: Turn | None = None
+        self._stream: ReferenceType[Stream] | None = None
+        self._is_closed = False
+        host.sessions[self.id] = self
+
+    # What is committed.
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages so far, those added and not yet computed included."""
+        return self._state.conversation.messages
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids of the committed conversation, sampled ones as they were sampled."""
+        return tuple(self._state.snapshot.ids.to_array().tolist())
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all committed calls of this session."""
+        return self._usage
+
+    @property
+    def status(self) -> Status:
+        """What the session is doing."""
+        if self._is_closed:
+            return Status.CLOSED
+        if self._open_stream() is not None:
+            return Status.STREAMING
+        return Status.IDLE if self._lock.value else Status.RUNNING
+
+    # Turns.
+
+    def __await__(self) -> Generator[object, None, Session]:
+        return self._warm().__await__()
+
+    async def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """Append `prompt` and the model's reply to the conversation.
+
+        `prompt` is a user's text, messages, or token ids appended as they are. None continues a
+        reply that was cut short, or answers what `add` appended. Cancellation, a timeout or an
+        error leaves the session as it was before the call.
+
+        Raises:
+            TimeoutError: `timeout` seconds have passed since the call, waiting included.
+            TypeError: an option is not known.
+            RequestError: the prompt or an option is wrong.
+            CapacityError: the prompt does not fit, or too many calls wait.
+            SessionError: the session is closed, or a stream of it is open.
+            EngineError: the engine is closed, or a step failed.
+        """
+        return await self._generate(prompt, 1, timeout, options)
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream:
+        """As `generate`, with the text while it is made: `async with session.stream(...) as s`.
+
+        The turn is committed when the reader reaches the end or awaits `result()` or `stop()`;
+        leaving the block earlier discards it.
+        """
+        chosen = parse_options(self._host, options)
+        entries = to_entries(prompt)
+        check_number("timeout", timeout, 0.0, 1e9)
+
+        async def begin(stream: Stream) -> Turn:
+            turn = await self._begin(entries, chosen, reply=True)
+            try:
+                self._submit(turn, 1)
+            except BaseException:
+                self._end(turn)
+                raise
+            self._stream = ref(stream)
+            return turn
+
+        return Stream(self._host, begin, self._commit, self._end, timeout)
+
+    def add(self, *messages: Message | str) -> None:
+        """Append messages (text: a user's) without computing anything.
+
+        Raises:
+            SessionBusyError: a call runs or waits.
+        """
+        self._check_idle()
+        entries = [entry for message in messages for entry in to_entries(message)]
+        conversation = text.extend(self._state.conversation, tuple(entries))
+        self._state = replace(self._state, conversation=conversation)
+
+    async def score(self, texts: Sequence[str]) -> list[float]:
+        """The sum of the natural-log probabilities of each text's tokens, as the next reply.
+
+        Nothing is appended to the conversation.
+
+        Raises:
+            RequestError: there is no text, or a text has no tokens.
+        """
+        tokenizer = self._host.tokenizer
+        if isinstance(texts, str) or not texts:
+            raise RequestError("score takes a list of texts")
+        if tokenizer is None:
+            raise RequestError("score needs a tokenizer")
+        turn = await self._begin((), SamplingOptions(), reply=True)
+        try:
+            requests = []
+            for ids in tokenizer.encode_continuations(texts):
+                if not ids:
+                    raise RequestError("a text to score has no tokens")
+                check_capacity(self._host, turn.plan, len(ids))
+                snapshot = self._state.snapshot
+                requests.append(
+                    build_request(
+                        self._host,
+                        snapshot,
+                        turn,
+                        kind="score",
+                        priority=self._priority,
+                        score_ids=ids,
+                    )
+                )
+            turn.calls = self._host.worker.submit(requests)
+            scores = []
+            for call in turn.calls:
+                finished = await call.result()
+                assert finished.score is not None
+                scores.append(finished.score)
+            return scores
+        finally:
+            self._end(turn)
+
+    # Branching.
+
+    def fork(self, *, name: str | None = None) -> Session:
+        """A session that goes on from the committed state; no KV and no ids are copied.
+
+        Parent and fork are equals: either may close first, run at the same time, be forked again.
+        """
+        self._check_open()
+        self._forks += 1
+        state = replace(self._state, key=derive_key(self._state.key, "fork", self._forks))
+        return Session(self._host, state, parent=self.id, name=name, priority=self._priority)
+
+    @asynccontextmanager
+    async def branches(self, n: int) -> AsyncIterator[list[Session]]:
+        """`n` forks that are closed at the end of the block, unless adopted."""
+        if type(n) is not int or not 1 <= n <= 65536:
+            raise RequestError("the number of branches must be an integer from 1 to 65536")
+        forks = [self.fork() for _ in range(n)]
+        try:
+            yield forks
+        finally:
+            for fork in forks:
+                fork._close()
+
+    def adopt(self, branch: Session) -> None:
+        """Become `branch`: take its conversation and close it.
+
+        Raises:
+            SessionBusyError: either has a running or waiting call.
+            NamespaceError: they are in different namespaces.
+        """
+        self._check_idle()
+        branch._check_idle()
+        if branch is self or branch._host is not self._host:
+            raise RequestError("a session adopts another session of the same engine")
+        if branch._state.snapshot.namespace != self._state.snapshot.namespace:
+            raise NamespaceError("a session cannot adopt one from another namespace")
+        self._install(branch._state, branch._usage)
+        branch._close()
+
+    def checkpoint(self) -> Checkpoint:
+        """The committed state, to return to with `rollback`; it holds its KV until closed."""
+        self._check_open()
+        return Checkpoint(self._host, self.id, self._state)
+
+    def rollback(self, checkpoint: Checkpoint) -> None:
+        """Return to a checkpoint of this session; what is sampled next draws from a new key.
+
+        Raises:
+            SessionBusyError: a call runs or waits.
+            CheckpointError: the checkpoint is closed, or another session's.
+        """
+        self._check_idle()
+        if checkpoint._owner != self.id or checkpoint._host is not self._host:
+            raise CheckpointError(f"the checkpoint belongs to {checkpoint._owner}, not {self.id}")
+        if checkpoint._state is None:
+            raise CheckpointError("the checkpoint has been closed")
+        self._forks += 1
+        key = derive_key(self._state.key, "rollback", self._forks)
+        self._install(replace(checkpoint._state, key=key), Usage())
+
+    # Life.
+
+    async def aclose(self) -> None:
+        """Close: running and waiting calls end with SessionClosedError. Idempotent."""
+        self._close()
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):
+            self._host.worker.dropped.append(self._lease)
+
+    def __repr__(self) -> str:
+        name = "" if self.name is None else f" {self.name!r}"
+        tokens = len(self._state.snapshot.ids)
+        return f"<Session {self.id}{name}, {self.status.value}, {tokens} tokens>"
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._host.sessions.pop(self.id, None)
+        if self._turn is not None:
+            for call in self._turn.calls:
+                call.fail(SessionClosedError(f"session {self.id} was closed during the call"))
+        self._lease.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SessionClosedError(f"session {self.id} has been closed")
+        self._host.worker.check()
+
+    def _check_idle(self) -> None:
+        self._check_open()
+        if self._lock.value == 0:
+            raise SessionBusyError(f"session {self.id} has a running or waiting call")
+
+    def _open_stream(self) -> Stream | None:
+        stream = self._stream() if self._stream is not None else None
+        return stream if stream is not None and stream.is_open else None
+
+    async def _begin(
+        self,
+        entries: tuple[Entry, ...],
+        options: SamplingOptions,
+        *,
+        reply: bool,
+    ) -> Turn:
+        """Wait for the session's other calls, then plan a turn on what they left."""
+        self._check_open()
+        if self._open_stream() is not None:
+            raise SessionBusyError(f"a stream of session {self.id} is open")
+        most = self._host.config.max_waiting_per_session
+        if self._lock.statistics().tasks_waiting >= most:
+            raise QueueFullError(
+                f"max_waiting_per_session={most} calls wait for session {self.id} already"
+            )
+        await self._lock.acquire()
+        turn = None
+        try:
+            self._check_open()
+            plan = await plan_turn(self._host, self._state, entries, reply=reply)
+            turn = self._turn = Turn(self._lock, plan, options)
+            return turn
+        finally:
+            if turn is None:
+                self._lock.release()
+
+    async def _generate(
+        self, prompt: Prompt | None, n: int, timeout: float | None, options: GenerateOptions
+    ) -> Completion:
+        """`n` replies to one prompt, the first of which is committed."""
+        chosen = parse_options(self._host, options)
+        entries = to_entries(prompt)
+        check_number("timeout", timeout, 0.0, 1e9)
+        with anyio.fail_after(timeout):
+            turn = await self._begin(entries, chosen, reply=True)
+            try:
+                self._submit(turn, n)
+                finished = [await call.result() for call in turn.calls]
+                samples = tuple(
+                    complete(self._host, call, end, chosen)
+                    for call, end in zip(turn.calls, finished, strict=True)
+                )
+                completion = self._commit(turn, finished[0])
+                return (
+                    completion if n == 1 else msgspec.structs.replace(completion, samples=samples)
+                )
+            finally:
+                self._end(turn)
+
+    def _submit(self, turn: Turn, n: int) -> None:
+        self._check_open()
+        seed = turn.options.seed
+        key = self._state.key if seed is None else seed
+        limit = check_capacity(self._host, turn.plan, turn.options.max_tokens, rows=n)
+        turn.calls = self._host.worker.submit(
+            [
+                build_request(
+                    self._host,
+                    self._state.snapshot,
+                    turn,
+                    kind="generate",
+                    key=(key, index),
+                    max_new_tokens=limit,
+                    priority=self._priority,
+                )
+                for index in range(n)
+            ]
+        )
+
+    def _commit(self, turn: Turn, finished: Finished) -> Completion:
+        completion = complete(self._host, turn.calls[0], finished, turn.options)
+        conversation = text.commit(turn.plan, completion.text, completion.finish_reason)
+        assert finished.snapshot is not None
+        self._install(State(conversation, finished.snapshot, self._state.key), finished.usage)
+        return completion
+
+    def _install(self, state: State, usage: Usage) -> None:
+        self._lease.move(state.snapshot)
+        self._state = state
+        self._usage += usage
+
+    def _end(self, turn: Turn) -> None:
+        self._turn = None
+        turn.close()
+
+    async def _warm(self) -> Session:
+        turn = await self._begin((), SamplingOptions(), reply=False)
+        try:
+            if turn.plan.is_empty:
+                return self
+            check_capacity(self._host, turn.plan, None)
+            request = build_request(
+                self._host, self._state.snapshot, turn, kind="warm", priority=self._priority
+            )
+            turn.calls = self._host.worker.submit([request])
+            finished = await turn.calls[0].result()
+            assert finished.snapshot is not None
+            conversation = turn.plan.conversation
+            self._install(State(conversation, finished.snapshot, self._state.key), finished.usage)
+            return self
+        finally:
+            self._end(turn)

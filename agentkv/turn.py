@@ -1,0 +1,227 @@
+"""One turn of a session: from options and prompt to a request, from sampled ids to a completion.
+
+Owns no session state: what a turn leads to is handed back, and the session commits it or not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+from weakref import WeakValueDictionary
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from .config import EngineConfig, GenerateOptions, SamplingOptions
+from .errors import ContextLengthError, InvalidOptionError, OutOfBlocksError, RequestError
+from .messages import Completion, FinishReason, Message
+from .text import conversation as text
+from .text.conversation import Conversation, TurnPlan
+from .text.stopping import ReplyText, StopMatcher
+from .text.tokenizer import ChatTokenizer
+from .worker import Call, Finished, ModelInfo, Request, Snapshot, Worker
+
+Prompt = str | Message | Sequence[Message] | Sequence[int]
+Entry = Message | tuple[int, ...]
+
+# Rendering and encoding this much text takes well under a millisecond; more is done off the loop.
+ON_LOOP_CHARS = 8_000
+
+
+@dataclass(slots=True)
+class Host:
+    """What an engine hands to its sessions."""
+
+    worker: Worker
+    tokenizer: ChatTokenizer | None
+    info: ModelInfo
+    config: EngineConfig
+    limit: int
+    sessions: WeakValueDictionary[str, object] = field(default_factory=WeakValueDictionary)
+    opened: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A session's committed state: the conversation's text, its ids with their KV, and its key."""
+
+    conversation: Conversation
+    snapshot: Snapshot
+    key: int
+
+
+class Turn:
+    """A session's turn in progress: the lock it holds and the calls it made. Close it once."""
+
+    __slots__ = ("_lock", "calls", "options", "plan")
+
+    def __init__(self, lock: anyio.Semaphore, plan: TurnPlan, options: SamplingOptions) -> None:
+        self._lock: anyio.Semaphore | None = lock
+        self.plan = plan
+        self.options = options
+        self.calls: list[Call] = []
+
+    def close(self) -> None:
+        """Give up what was not committed and let the next call of the session run. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            for call in self.calls:
+                call.close()
+            lock.release()
+
+
+def derive_key(key: int, purpose: Literal["root", "fork", "rollback"], ordinal: int) -> int:
+    """A 64-bit key that depends on all three, and on nothing else."""
+    framed = f"agentkv:{purpose}:{key}:{ordinal}".encode()
+    return int.from_bytes(hashlib.blake2b(framed, digest_size=8).digest(), "little")
+
+
+def parse_options(host: Host, options: GenerateOptions) -> SamplingOptions:
+    """Check the options of one call against their ranges and the model's vocabulary.
+
+    Raises:
+        TypeError: an option is not known.
+        InvalidOptionError: an option is out of range.
+    """
+    given = dict(options)
+    if isinstance(stop := given.get("stop"), str):
+        given["stop"] = (stop,)
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(values := given.get(name), list):
+            given[name] = tuple(values)
+    chosen = SamplingOptions(**given)  # type: ignore[arg-type]  # checked by the struct itself
+    for name, ids in (("stop_token_ids", chosen.stop_token_ids), ("logit_bias", chosen.logit_bias)):
+        for token_id in ids:
+            if token_id >= host.info.vocab_size:
+                raise InvalidOptionError(
+                    f"{name} has token id {token_id}; the vocabulary has {host.info.vocab_size}"
+                )
+    if chosen.stop and host.tokenizer is None:
+        raise InvalidOptionError("stop strings need a tokenizer; use stop_token_ids")
+    return chosen.with_defaults(host.info.default_options)
+
+
+def to_entries(prompt: Prompt | None) -> tuple[Entry, ...]:
+    """A prompt as messages and spans of raw ids.
+
+    Raises:
+        RequestError: the prompt is empty, or mixes messages and ids.
+    """
+    if prompt is None:
+        return ()
+    if isinstance(prompt, Message):
+        return (prompt,)
+    if isinstance(prompt, str):
+        if not prompt:
+            raise RequestError("the prompt is empty")
+        return (Message("user", prompt),)
+    if isinstance(prompt, (bytes, bytearray, dict)) or not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt is text, messages or token ids, not {type(prompt).__name__}")
+    if len(prompt) == 0:
+        raise RequestError("the prompt is empty")
+    if isinstance(prompt[0], Message):
+        if not all(isinstance(message, Message) for message in prompt):
+            raise RequestError("a prompt holds messages or token ids, not both")
+        return tuple(prompt)  # type: ignore[arg-type]  # checked above
+    return (text.checked_ids(prompt),)  # type: ignore[arg-type]  # checked by the callee
+
+
+async def plan_turn(
+    host: Host, state: State, entries: tuple[Entry, ...], *, reply: bool
+) -> TurnPlan:
+    """The ids that a turn appends, computed off the loop when the text is long."""
+    size = state.conversation.num_chars + sum(
+        len(entry.content) if isinstance(entry, Message) else len(entry) for entry in entries
+    )
+
+    def run() -> TurnPlan:
+        return text.plan(
+            host.tokenizer,
+            state.conversation,
+            state.snapshot.ids,
+            entries,
+            limit=host.limit,
+            reply=reply,
+            vocab_size=host.info.vocab_size,
+        )
+
+    if size <= ON_LOOP_CHARS:
+        return run()
+    return await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+
+
+def check_capacity(host: Host, plan: TurnPlan, max_tokens: int | None, *, rows: int = 1) -> int:
+    """The number of tokens the reply may have at most.
+
+    Raises:
+        ContextLengthError: prompt and reply exceed the context or the whole pool.
+        OutOfBlocksError: `rows` replies to one prompt do not fit together.
+    """
+    prompt = plan.keep + len(plan.new_ids)
+    if prompt + (max_tokens or 1) > host.limit:
+        raise ContextLengthError(prompt + (max_tokens or 1), host.limit)
+    size = host.info.block_size
+    shared, rest = divmod(prompt, size)
+    own = (host.info.num_blocks - shared) // rows if rows > 1 else host.info.num_blocks - shared
+    room = min(host.limit - prompt, own * size - rest)
+    if room < (max_tokens or 1):
+        needed = shared + rows * -(-(rest + (max_tokens or 1)) // size)
+        raise OutOfBlocksError(needed, host.info.num_blocks)
+    return max_tokens if max_tokens is not None else room
+
+
+def build_request(
+    host: Host,
+    snapshot: Snapshot,
+    turn: Turn,
+    *,
+    kind: Literal["generate", "warm", "score"],
+    key: tuple[int, int] = (0, 0),
+    max_new_tokens: int = 0,
+    priority: int = 0,
+    score_ids: Sequence[int] = (),
+) -> Request:
+    """The request that the step thread gets for a turn."""
+    options = turn.options
+    eos = () if options.ignore_eos else host.info.eos_token_ids
+    stop = None
+    if options.stop and host.tokenizer is not None and kind == "generate":
+        stop = StopMatcher(host.tokenizer, options.stop, min_tokens=options.min_tokens)
+    return Request(
+        snapshot=snapshot,
+        keep=turn.plan.keep,
+        new_ids=turn.plan.new_ids,
+        namespace=snapshot.namespace,
+        kind=kind,
+        options=options,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=frozenset((*eos, *options.stop_token_ids)),
+        stop=stop,
+        constraint=None,
+        priority=priority,
+        score_ids=np.asarray(score_ids, dtype=np.int32),
+    )
+
+
+def complete(host: Host, call: Call, finished: Finished, options: SamplingOptions) -> Completion:
+    """The finished reply of one call as users see it."""
+    ids = tuple(call.request.output_ids)
+    visible, stop_reason = "", finished.stop_token
+    if host.tokenizer is not None:
+        reply = ReplyText(host.tokenizer, options.stop, min_tokens=options.min_tokens)
+        kept = ids if finished.stop_token is None else ids[:-1]
+        visible = reply.push(kept) + reply.finish()
+        stop_reason = reply.stop_string if finished.stop_token is None else finished.stop_token
+    reason: FinishReason = finished.finish_reason
+    return Completion(
+        text=visible,
+        token_ids=ids,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        usage=finished.usage,
+        logprobs=tuple(call.request.logprobs) if options.logprobs else None,
+    )

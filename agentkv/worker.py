@@ -1,0 +1,422 @@
+"""Where the event loop and the step thread meet, and nowhere else.
+
+The loop posts commands; the step thread applies them between steps, runs steps and wakes the loop
+once a step. A `Call` follows one request on the loop; a `Lease` is one handle's hold on a snapshot.
+Only `Worker._run` and the private functions it calls run on the step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from .config import EngineConfig
+from .core.batch import ModelInfo
+from .core.core import Core
+from .core.protocols import Runner
+from .core.sequence import Failed, Finished, Request, Snapshot, TokenIds
+from .errors import (
+    EngineClosedError,
+    EngineDeadError,
+    QueueFullError,
+    WrongLoopError,
+)
+from .messages import EngineStats
+
+__all__ = [
+    "Call",
+    "Finished",
+    "Lease",
+    "ModelInfo",
+    "Request",
+    "Runner",
+    "Snapshot",
+    "TokenIds",
+    "Worker",
+]
+
+logger = logging.getLogger("agentkv")
+
+T = TypeVar("T")
+
+
+class Closable(Protocol):
+    """What a dropped handle leaves behind: closed on the loop."""
+
+    def close(self) -> None:
+        """Let go. Idempotent."""
+        ...
+
+
+class Lease:
+    """One handle's hold on a snapshot; the snapshot is released when its last lease goes."""
+
+    __slots__ = ("_snapshot", "_worker")
+
+    def __init__(self, worker: Worker, snapshot: Snapshot) -> None:
+        self._worker = worker
+        self._snapshot: Snapshot | None = snapshot
+        worker._hold(snapshot)
+
+    def move(self, snapshot: Snapshot) -> None:
+        """Hold `snapshot` instead."""
+        assert self._snapshot is not None, "a closed lease cannot move"
+        self._worker._hold(snapshot)
+        self._snapshot, previous = snapshot, self._snapshot
+        self._worker._drop(previous)
+
+    def close(self) -> None:
+        """Let go. Idempotent."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            self._worker._drop(snapshot)
+
+
+class Call:
+    """One submitted request as its caller sees it: a cursor over what the step thread appends."""
+
+    __slots__ = ("_event", "_seen", "_worker", "error", "finished", "request")
+
+    def __init__(self, worker: Worker, request: Request) -> None:
+        self._worker = worker
+        self._event: anyio.Event | None = None
+        self._seen: int | None = None
+        self.request = request
+        self.finished: Finished | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the request has ended, well or badly."""
+        return self.finished is not None or self.error is not None
+
+    async def progress(self, seen: int) -> int:
+        """Wait for more than `seen` sampled ids, or for the end; the number there are now.
+
+        Raises:
+            AgentKVError: what made the request fail.
+        """
+        self._seen = seen
+        while len(self.request.output_ids) <= seen and not self.is_done:
+            await self._wait()
+        self._seen = None
+        if self.error is not None:
+            raise self.error
+        return len(self.request.output_ids)
+
+    async def result(self) -> Finished:
+        """Wait for the end.
+
+        Raises:
+            AgentKVError: what made the request fail.
+        """
+        while not self.is_done:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
+        assert self.finished is not None
+        return self.finished
+
+    def fail(self, error: Exception) -> None:
+        """End a call that still runs with `error`, and cancel what it runs."""
+        if not self.is_done:
+            self.close()
+            self.error = error
+            self._notify()
+
+    def stop(self) -> None:
+        """Ask the step thread to end the reply now and keep what was sampled."""
+        request = self.request
+        self._worker._post(lambda core: core.stop(request))
+
+    def close(self) -> None:
+        """Cancel what still runs, release what has ended. Idempotent; take `finished` first."""
+        self._worker._close_call(self)
+
+    async def _wait(self) -> None:
+        self._event = anyio.Event()
+        try:
+            await self._event.wait()
+        finally:
+            self._event = None
+
+    def _notify(self) -> None:
+        has_more = self._seen is not None and len(self.request.output_ids) > self._seen
+        if self._event is not None and (self.is_done or has_more):
+            self._event.set()
+
+
+class Worker:
+    """The step thread and the loop's side of it. Made on the loop that owns the engine.
+
+    `open_runner` is called on the step thread, which is a daemon: a step that never returns
+    cannot hold the process.
+    """
+
+    def __init__(self, open_runner: Callable[[EngineConfig], Runner], config: EngineConfig) -> None:
+        self.config = config
+        self.stats = EngineStats()
+        self.runner: Runner | None = None
+        self.dropped: deque[Closable] = deque()
+        self._open_runner = open_runner
+        self._commands: SimpleQueue[Callable[[Core], object] | None] = SimpleQueue()
+        self._outbox: deque[Callable[[], object]] = deque()
+        self._calls: dict[Request, Call] = {}
+        self._holders: dict[Snapshot, int] = {}
+        self._inspections: set[anyio.Event] = set()
+        self._refusal: Callable[[], Exception] | None = None
+        self._open_error: BaseException | None = None
+        self._opened = anyio.Event()
+        self._ended = anyio.Event()
+        self._loop = anyio.lowlevel.current_token().native_token
+        self._thread = threading.Thread(target=self._run, name="agentkv-step", daemon=True)
+
+    # Life.
+
+    async def open(self) -> Runner:
+        """Start the thread and wait for its runner; a failure to open is raised here."""
+        self._thread.start()
+        try:
+            await self._opened.wait()
+        except BaseException:
+            self.refuse(lambda: EngineClosedError("the engine was closed while it opened"))
+            self._commands.put(None)
+            raise
+        if self._open_error is not None:
+            raise self._open_error
+        assert self.runner is not None
+        return self.runner
+
+    def refuse(self, make_error: Callable[[], Exception]) -> None:
+        """From now on every waiting and every later call gets an error of its own."""
+        if self._refusal is None:
+            self._refusal = make_error
+        for call in list(self._calls.values()):
+            self._finish(call, error=self._refusal())
+        for done in self._inspections:
+            done.set()
+
+    async def close(self) -> None:
+        """Stop the thread, waiting for its step at most `close_timeout_s`. Idempotent."""
+        self.refuse(lambda: EngineClosedError("the engine has been closed"))
+        self._commands.put(None)
+        with anyio.move_on_after(self.config.close_timeout_s, shield=True):
+            await self._ended.wait()
+        if not self._ended.is_set():
+            self._quarantine()
+
+    def _quarantine(self) -> None:
+        stats = self.stats
+        self.stats = msgspec.structs.replace(
+            stats, used_blocks=0, quarantined_blocks=stats.used_blocks
+        )
+        logger.warning(
+            "a step did not return within close_timeout_s=%g; its thread keeps %d KV blocks",
+            self.config.close_timeout_s,
+            stats.used_blocks,
+        )
+
+    # What the loop asks for.
+
+    def check(self) -> None:
+        """Raise unless this is the engine's loop and the engine takes work."""
+        try:
+            is_owner = anyio.lowlevel.current_token().native_token is self._loop
+        except anyio.NoEventLoopError:
+            is_owner = False
+        if not is_owner:
+            raise WrongLoopError("an engine belongs to the event loop that opened it")
+        if self._refusal is not None:
+            raise self._refusal()
+        self._reap()
+
+    def submit(self, requests: list[Request]) -> list[Call]:
+        """Hand requests to the step thread, all or none.
+
+        Raises:
+            QueueFullError: more than `max_waiting` requests would wait to be admitted.
+        """
+        self.check()
+        waiting = len(self._calls) - self.stats.running + len(requests)
+        if waiting > self.config.max_waiting:
+            raise QueueFullError(
+                f"{waiting} requests would wait and max_waiting={self.config.max_waiting}"
+            )
+        calls = [Call(self, request) for request in requests]
+        for call in calls:
+            self._calls[call.request] = call
+            self._post(partial(self._submit_to, request=call.request))
+        return calls
+
+    async def inspect(self, look: Callable[[Core], T]) -> T:
+        """Run `look` on the step thread between two steps, after everything posted before."""
+        self.check()
+        answers: list[tuple[T | None, Exception | None]] = []
+        done = anyio.Event()
+
+        def run(core: Core) -> None:
+            try:
+                answers.append((look(core), None))
+            except Exception as error:
+                answers.append((None, error))
+            self._publish(done.set)
+
+        self._inspections.add(done)
+        try:
+            self._post(run)
+            await done.wait()
+        finally:
+            self._inspections.discard(done)
+        if not answers:
+            self.check()
+        value, error = answers[0]
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]  # None only beside an error, or when T is None
+
+    def _post(self, command: Callable[[Core], object]) -> None:
+        if self._refusal is None:
+            self._commands.put(command)
+
+    def _reap(self) -> None:
+        # Handles that were dropped without being closed; appended by __del__, on any thread.
+        while self.dropped:
+            self.dropped.popleft().close()
+
+    def _hold(self, snapshot: Snapshot) -> None:
+        self._holders[snapshot] = self._holders.get(snapshot, 0) + 1
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        self._holders[snapshot] -= 1
+        if not self._holders[snapshot]:
+            del self._holders[snapshot]
+            self._post(lambda core: core.release(snapshot))
+
+    def _close_call(self, call: Call) -> None:
+        if self._calls.pop(call.request, None) is not None:
+            request = call.request
+            self._post(lambda core: core.cancel(request))
+        finished, call.finished = call.finished, None
+        if finished is not None and finished.snapshot is not None:
+            self._release_unheld(finished.snapshot)
+
+    def _release_unheld(self, snapshot: Snapshot) -> None:
+        if snapshot not in self._holders:
+            self._post(lambda core: core.release(snapshot))
+
+    def _finish(
+        self, call: Call, *, finished: Finished | None = None, error: BaseException | None = None
+    ) -> None:
+        del self._calls[call.request]
+        call.finished, call.error = finished, error
+        call._notify()
+
+    # What the step thread has for the loop.
+
+    def _drain(self) -> None:
+        while self._outbox:
+            self._outbox.popleft()()
+        self._reap()
+
+    def _deliver(self, changed: list[Request]) -> None:
+        for request in changed:
+            call = self._calls.get(request)
+            outcome = request.outcome
+            if isinstance(outcome, Finished) and call is None:
+                # Cancelled on the loop after it had ended on the step thread.
+                if outcome.snapshot is not None:
+                    self._release_unheld(outcome.snapshot)
+            elif call is None:
+                continue
+            elif isinstance(outcome, Finished):
+                self._finish(call, finished=outcome)
+            elif isinstance(outcome, Failed):
+                self._finish(call, error=outcome.error)
+            else:
+                call._notify()
+
+    def _die(self, cause: BaseException) -> None:
+        self.refuse(lambda: EngineDeadError(f"the step thread ended: {cause!r}", cause))
+
+    # The step thread.
+
+    def _run(self) -> None:
+        try:
+            core = self._open_core()
+        except BaseException as error:
+            self._open_error = error
+            self._publish(self._opened.set, self._ended.set)
+            return
+        try:
+            self._publish(self._opened.set)
+            self._serve(core)
+        except BaseException as error:
+            self._publish(partial(self._die, error))
+        finally:
+            self._close_core(core)
+            self._publish(self._ended.set)
+
+    def _open_core(self) -> Core:
+        self.runner = self._open_runner(self.config)
+        try:
+            core = Core(self.runner, self.config)
+        except BaseException:
+            self.runner.close()
+            raise
+        self.stats = core.stats()
+        return core
+
+    def _serve(self, core: Core) -> None:
+        while self._apply(core):
+            changed = core.step() if core.has_work else []
+            self.stats = core.stats()
+            if changed:
+                self._publish(partial(self._deliver, changed))
+            if self.config.debug and not core.has_work:
+                core.check()
+
+    def _apply(self, core: Core) -> bool:
+        """Apply every posted command, waiting for one when there is no work; False to end."""
+        try:
+            command = self._commands.get(block=not core.has_work)
+            while command is not None:
+                command(core)
+                command = self._commands.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _submit_to(self, core: Core, request: Request) -> None:
+        try:
+            core.submit(request)
+        except Exception as error:
+            request.outcome = Failed(error)
+            self._publish(partial(self._deliver, [request]))
+
+    def _close_core(self, core: Core) -> None:
+        try:
+            core.close()
+        except Exception:
+            logger.exception("the engine's KV memory could not be freed")
+        self.stats = core.stats()
+
+    def _publish(self, *deliveries: Callable[[], object]) -> None:
+        self._outbox.extend(deliveries)
+        loop: Any = self._loop  # Any: an asyncio loop or a TrioToken, neither of which is imported
+        try:
+            if hasattr(loop, "run_sync_soon"):
+                loop.run_sync_soon(self._drain, idempotent=True)
+            else:
+                loop.call_soon_threadsafe(self._drain)
+        except RuntimeError:
+            # The loop is gone and nobody waits any more: end the thread.
+            self._commands.put(None)
