@@ -76,7 +76,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_num_seqs + 64:
             raise InvalidOptionError(
                 f"max_batch_tokens={self.max_batch_tokens} must be at least max_num_seqs + 64 = "
-                f"{self.max_num_seqs + 64}, so that all running replies and some prefill fit in a step"
+                f"{self.max_num_seqs + 64}, for all running replies and some prefill"
             )
 
     def batch_tokens(self, *, on_cpu: bool) -> int:

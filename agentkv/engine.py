@@ -18,7 +18,6 @@ from .errors import (
     EngineNotOpenError,
     InvalidOptionError,
     RequestError,
-    UntrustedModelError,
 )
 from .messages import Completion, EngineStats, Message
 from .session import Session

@@ -28,10 +28,8 @@ async def draw_tree(host: Host) -> str:
     for index, session in enumerate(sessions):
         parent = session.parent if session.parent in known else None
         children.setdefault(parent, []).append(index)
-    lines = [
-        f"{host.info.name}: {len(sessions)} sessions, {len(holders)} blocks of "
-        f"{host.info.block_size} tokens (without sharing {sum(holders.values())})"
-    ]
+    total = sum(holders.values())
+    lines = [f"{host.info.name}: {len(sessions)} sessions hold {len(holders)} blocks, not {total}"]
     # A stack, not recursion: forks may be thousands deep.
     stack = [(index, "", last) for index, last in _reversed_with_last(children.get(None, []))]
     while stack:
