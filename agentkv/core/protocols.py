@@ -10,6 +10,10 @@ import numpy.typing as npt
 from .batch import Batch, ModelInfo, RowResult
 
 
+class FatalRunnerError(Exception):
+    """The device or the process can no longer be trusted; the engine ends with this as the cause."""
+
+
 @runtime_checkable
 class Runner(Protocol):
     """Executes batches on KV memory that it owns. Called from the step thread alone."""
