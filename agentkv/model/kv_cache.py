@@ -43,13 +43,14 @@ class KVCache:
         def allocate(num_heads: int, head_dim: int) -> Tensor:
             return launch.allocate_cache(num_blocks, num_heads, block_size, head_dim, dtype, device)
 
+        size = num_blocks * bytes_per_block(specs, block_size, dtype)
         try:
+            _check_fits(size, device)
             self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
                 (allocate(s.num_kv_heads, s.key_dim), allocate(s.num_kv_heads, s.value_dim))
                 for s in specs
             )
-        except RuntimeError as error:  # torch's out-of-memory errors, on every device
-            size = num_blocks * bytes_per_block(specs, block_size, dtype)
+        except (RuntimeError, MemoryError) as error:  # RuntimeError: torch's out-of-memory errors
             raise ModelError(
                 f"{num_blocks} KV blocks take {size} bytes, which could not be allocated; "
                 "lower num_blocks or kv_memory_bytes"
@@ -97,8 +98,17 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes * _GPU_SHARE)
+    return min(int(_host_bytes("SC_AVPHYS_PAGES") * _CPU_SHARE), _CPU_MOST_BYTES)
+
+
+def _check_fits(size: int, device: torch.device) -> None:
+    # Where the system overcommits, the allocation would succeed and its use would kill the process.
+    if device.type == "cpu" and size > _host_bytes("SC_PHYS_PAGES"):
+        raise MemoryError(f"the machine has less memory than {size} bytes")
+
+
+def _host_bytes(name: str) -> int:
     try:
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # not every platform tells
-        return _CPU_MOST_BYTES
-    return min(int(free_bytes * _CPU_SHARE), _CPU_MOST_BYTES)
+        return 4 * _CPU_MOST_BYTES
