@@ -6,8 +6,8 @@ and K may be wider than V. Knows nothing about which block holds what.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from agentkv_kernels import launch
@@ -19,6 +19,7 @@ from ..errors import ModelError
 from .compatibility import LayerSpec
 
 _CPU_SHARE, _CPU_MOST_BYTES = 0.25, 2 << 30
+_UNKNOWN_BYTES = 16 << 30
 _GPU_SHARE = 0.8  # of the memory that is free once the weights are loaded; the rest runs the model
 
 
@@ -98,17 +99,30 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes * _GPU_SHARE)
-    return min(int(_host_bytes("SC_AVPHYS_PAGES") * _CPU_SHARE), _CPU_MOST_BYTES)
+    free_bytes = min(_free_of_machine(), _free_of_container())
+    return min(int(free_bytes * _CPU_SHARE), _CPU_MOST_BYTES)
 
 
 def _check_fits(size: int, device: torch.device) -> None:
     # Where the system overcommits, the allocation would succeed and its use would kill the process.
-    if device.type == "cpu" and size > _host_bytes("SC_PHYS_PAGES"):
-        raise MemoryError(f"the machine has less memory than {size} bytes")
+    if device.type == "cpu" and size > _free_of_machine():
+        raise MemoryError(f"the machine has less free memory than {size} bytes")
 
 
-def _host_bytes(name: str) -> int:
+def _free_of_machine() -> int:
+    """Free bytes, counting caches that the system would give up; plenty where it does not tell."""
     try:
-        return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not every platform tells
-        return 4 * _CPU_MOST_BYTES
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return _UNKNOWN_BYTES
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0][1]) * 1024 if found else _UNKNOWN_BYTES
+
+
+def _free_of_container() -> int:
+    """Bytes left under the memory limit of a container (cgroup v2); plenty without a limit."""
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        return max(0, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):  # ValueError: the limit is "max"
+        return _UNKNOWN_BYTES
