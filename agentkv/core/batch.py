@@ -134,3 +134,4 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
     identity: str = ""
     default_options: SamplingOptions = field(default_factory=SamplingOptions)
+    is_cpu: bool = True

@@ -11,7 +11,7 @@ from .batch import Batch, ModelInfo, RowResult
 
 
 class FatalRunnerError(Exception):
-    """The device or the process can no longer be trusted; the engine ends with this as the cause."""
+    """The device can no longer be trusted; the engine ends with this as the cause."""
 
 
 @runtime_checkable
