@@ -1,0 +1,186 @@
+"""Encoding in which only the template's own control tokens become control ids.
+
+The backend would turn the text of a control token into its id wherever it stands. So each result is
+checked: its control ids must be those that the template wrote, in order. Only where they are not is
+the text encoded once more by a second tokenizer, whose control tokens have secret names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ..errors import ChatTemplateError, ContextLengthError, RequestError
+from .rendering import Piece
+
+__all__ = ["PlainBackend"]
+
+
+class PlainBackend:
+    """A backend, and its twin with renamed control tokens, which is built when first needed.
+
+    Control tokens are the special ones, and those others whose text the template contains
+    (`literals`): their ids may only come from the template. Text of the second kind in an
+    assistant's message still becomes their ids, because models write them themselves.
+    """
+
+    def __init__(self, backend: Tokenizer, literals: Sequence[str]) -> None:
+        self._backend = backend
+        self._lock = Lock()
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        written = "\0".join(literals)
+        self.control: dict[str, int] = {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.special or (token.content.strip() and token.content in written)
+        }
+        self.control_text = {token_id: text for text, token_id in self.control.items()}
+        soft = [text for text, token_id in self.control.items() if token_id not in self.special_ids]
+        self._all = _pattern(self.control)
+        self._soft = _pattern(soft)
+        self._control_ids = np.array(sorted(self.control_text), dtype=np.int64)
+        self._anchor = next(
+            (t.content for t in added.values() if t.special and not (t.rstrip or t.normalized)),
+            None,
+        )
+
+    def encode(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        add_special_tokens: bool = False,
+        anchored: bool = False,
+        limit: int | None = None,
+    ) -> list[int]:
+        """Ids of the pieces, joined, whose control ids are those of the template's pieces.
+
+        `anchored`: encode as text that follows other ids, not as the start of a text.
+
+        Raises:
+            ContextLengthError: there are more than `limit`.
+            ChatTemplateError: text of a message would become a control id.
+        """
+        if anchored and self._anchor is not None:
+            pieces = [Piece(self._anchor, "template"), *pieces]
+        text = "".join(piece.text for piece in pieces)
+        expected = [self.control[token] for _, token in self._tokens(pieces) if token is not None]
+        ids = _encode(self._backend, text, add_special_tokens, limit)
+        if self._control_in(ids, add_special_tokens) != expected:
+            ids = self._encode_renamed(pieces, add_special_tokens, limit)
+            if self._control_in(ids, add_special_tokens) != expected:
+                raise ChatTemplateError(
+                    "the tokenizer makes control tokens of ordinary text in this conversation"
+                )
+        return ids[1:] if anchored and self._anchor is not None else ids
+
+    def _control_in(self, ids: list[int], add_special_tokens: bool) -> list[int]:
+        array = np.array(ids, dtype=np.int64)
+        found: list[int] = array[np.isin(array, self._control_ids)].tolist()
+        if add_special_tokens:
+            before, after = self._added_around
+            if found[: len(before)] == before:
+                found = found[len(before) :]
+            if after and found[-len(after) :] == after:
+                found = found[: -len(after)]
+        return found
+
+    def _tokens(self, pieces: Sequence[Piece]) -> list[tuple[str, str | None]]:
+        """The text before each control token that counts as one, and that token; then the rest."""
+        found: list[tuple[str, str | None]] = []
+        text = ""
+        for piece in pieces:
+            pattern = {"template": self._all, "assistant": self._soft, "user": None}[piece.writer]
+            position = 0
+            for match in pattern.finditer(piece.text) if pattern is not None else ():
+                found.append((text + piece.text[position : match.start()], match[0]))
+                text, position = "", match.end()
+            text += piece.text[position:]
+        return [*found, (text, None)]
+
+    def _encode_renamed(
+        self, pieces: Sequence[Piece], add_special_tokens: bool, limit: int | None
+    ) -> list[int]:
+        with self._lock:
+            twin, names, back = self._twin
+        text = "".join(
+            before + (names[token] if token is not None else "")
+            for before, token in self._tokens(pieces)
+        )
+        ids = [back.get(i, i) for i in _encode(twin, text, False, limit)]
+        if not add_special_tokens:
+            return ids
+        before, after = self._added_around
+        return before + ids + after
+
+    @cached_property
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer itself adds before and after a raw text."""
+        bare = _encode(self._backend, "a", False, None)
+        full = _encode(self._backend, "a", True, None)
+        start = next(
+            (i for i in range(len(full)) if full[i : i + len(bare)] == bare), len(full) - len(bare)
+        )
+        return full[:start], full[start + len(bare) :]
+
+    @cached_property
+    def _twin(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
+        data: dict[str, Any] = json.loads(self._backend.to_str())  # Any: the tokenizer's file
+        secret = secrets.token_hex(8)
+        names = {text: f"\U000f0000{secret}{i}\U000f0001" for i, text in enumerate(self.control)}
+        _rename(data, names)
+        twin = Tokenizer.from_str(json.dumps(data))
+        back = {
+            twin.token_to_id(names[text]) or 0: token_id for text, token_id in self.control.items()
+        }
+        return twin, names, back
+
+
+def _rename(data: dict[str, Any], names: dict[str, str]) -> None:  # Any: the tokenizer's file
+    """Rename control tokens in a tokenizer's file, among the added tokens and in the vocabulary."""
+    data["post_processor"] = None
+    for token in data["added_tokens"]:
+        if token["content"] in names:
+            token.update(content=names[token["content"]], normalized=False, single_word=False)
+    vocabulary = data["model"].get("vocab")
+    if isinstance(vocabulary, list):  # Unigram: pairs of text and score
+        for entry in vocabulary:
+            entry[0] = names.get(entry[0], entry[0])
+    elif isinstance(vocabulary, dict):
+        merged = _merge_results(data["model"].get("merges", ()))
+        kept = {data["model"].get("unk_token"), *merged}
+        for text, name in names.items():
+            if text in vocabulary and text not in kept:
+                vocabulary[name] = vocabulary.pop(text)
+
+
+def _merge_results(merges: Sequence[str | Sequence[str]]) -> set[str]:
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges)
+    return {text for left, right in pairs for text in (left, right, left + right)}
+
+
+def _encode(
+    backend: Tokenizer, text: str, add_special_tokens: bool, limit: int | None
+) -> list[int]:
+    # encode_batch_fast lets other threads run; encode would hold the interpreter all the time.
+    try:
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except Exception as error:  # the backend raises bare Exception
+        raise RequestError("the tokenizer cannot encode this text") from error
+    if limit is not None and len(encoding) > limit:
+        raise ContextLengthError(len(encoding), limit)
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def _pattern(texts: Sequence[str] | dict[str, int]) -> re.Pattern[str] | None:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
