@@ -94,7 +94,7 @@ class Engine:
                 raise InvalidOptionError("a loaded model needs its tokenizer: tokenizer=...")
 
         def open_runner(config: EngineConfig) -> Runner:
-            from .model.runner import open_pretrained
+            from .model.opening import open_pretrained
 
             return open_pretrained(model, tokenizer=tokenizer, config=config, progress=progress)
 

@@ -248,7 +248,7 @@ class Session:
         turn = await self._begin((), SamplingOptions(), reply=True)
         try:
             requests = []
-            for ids in tokenizer.encode_continuations(texts):
+            for ids in [tokenizer.encode_continuation(t) for t in texts]:
                 if not ids:
                     raise RequestError("a text to score has no tokens")
                 check_capacity(self._host, turn.plan, len(ids))

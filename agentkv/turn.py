@@ -17,7 +17,7 @@ import numpy as np
 
 from .config import EngineConfig, GenerateOptions, SamplingOptions
 from .errors import ContextLengthError, InvalidOptionError, OutOfBlocksError, RequestError
-from .messages import Completion, FinishReason, Message
+from .messages import Completion, Message
 from .text import conversation as text
 from .text.conversation import Conversation, TurnPlan
 from .text.stopping import ReplyText, StopMatcher
@@ -210,17 +210,18 @@ def build_request(
 def complete(host: Host, call: Call, finished: Finished, options: SamplingOptions) -> Completion:
     """The finished reply of one call as users see it."""
     ids = tuple(call.request.output_ids)
-    visible, stop_reason = "", finished.stop_token
+    visible = ""
+    stop_reason: str | int | None = finished.stop_token
     if host.tokenizer is not None:
         reply = ReplyText(host.tokenizer, options.stop, min_tokens=options.min_tokens)
         kept = ids if finished.stop_token is None else ids[:-1]
         visible = reply.push(kept) + reply.finish()
         stop_reason = reply.stop_string if finished.stop_token is None else finished.stop_token
-    reason: FinishReason = finished.finish_reason
+    assert finished.finish_reason is not None, "a generated reply has a reason to end"
     return Completion(
         text=visible,
         token_ids=ids,
-        finish_reason=reason,
+        finish_reason=finished.finish_reason,
         stop_reason=stop_reason,
         usage=finished.usage,
         logprobs=tuple(call.request.logprobs) if options.logprobs else None,

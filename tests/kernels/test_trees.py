@@ -1,0 +1,68 @@
+"""Property: over any fork tree, shared, flat and dense attention are the same function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agentkv_kernels import cpu, launch, reference
+from agentkv_kernels.scenario import Scenario, random_tree
+from agentkv_kernels.tiles import TileShape
+
+HEADS = [(1, 1, 8, 8), (3, 1, 16, 16), (3, 3, 8, 8), (6, 2, 16, 8), (12, 1, 8, 24), (5, 1, 8, 8)]
+
+
+def _random_case(seed: int) -> tuple[Scenario, torch.Tensor, torch.Tensor, torch.Tensor]:
+    block_size = (1, 4, 16, 48)[seed % 4]
+    scenario = random_tree(
+        seed,
+        num_rows=1 + seed % 7,
+        depth=seed % 6,
+        block_size=block_size,
+        max_segment_blocks=max(2, 160 // block_size),
+        max_query=(1, 1, 3, 70)[seed // 4 % 4],
+    )
+    num_q_heads, num_kv_heads, key_dim, value_dim = HEADS[seed % len(HEADS)]
+    k_cache, v_cache = scenario.caches(num_kv_heads, key_dim, value_dim=value_dim, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(sum(scenario.query_lens), num_q_heads, key_dim, generator=generator)
+    return scenario, query, k_cache, v_cache
+
+
+def _check_tree(seed: int) -> None:
+    scenario, query, k_cache, v_cache = _random_case(seed)
+    window = (None, None, 5, 100, 37)[seed % 5]
+    softcap = (None, 2.0, None)[seed % 3]
+    sinks = torch.randn(query.shape[1]) if seed % 2 else None
+    plan = scenario.plan()
+    shape = TileShape(
+        group=query.shape[1] // k_cache.shape[1],
+        num_kv_heads=k_cache.shape[1],
+        head_dim=k_cache.shape[3],
+        itemsize=2,
+        window=window,
+        workers=4,
+        min_chunk=16,
+        min_wide_chunk=64,
+    )
+    options = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
+    expected = reference.paged_attention(query, k_cache, v_cache, plan, **options)
+    tiled = reference.tiled_attention(query, k_cache, v_cache, plan.tile_set(shape), **options)
+    shared = cpu.paged_attention(query, k_cache, v_cache, plan, **options)
+    flat = launch.paged_attention(query, k_cache, v_cache, scenario.plan(share=False), **options)
+    assert not expected.isnan().any()
+    for result in (tiled, shared, flat):
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("first", range(0, 120, 10))
+def test_shared_equals_flat_equals_dense_on_random_trees(first: int) -> None:
+    for seed in range(first, first + 10):
+        _check_tree(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(120, 1000, 40))
+def test_shared_equals_flat_equals_dense_on_a_thousand_random_trees(first: int) -> None:
+    for seed in range(first, first + 40):
+        _check_tree(seed)
