@@ -174,7 +174,9 @@ def _sentence_piece(text: str) -> bytes:
 
 def _is_sentence_piece(decoder: dict[str, Any]) -> bool:  # Any: the tokenizer's file
     """Whether this is the usual chain: space for U+2581, byte tokens, joined, first space cut."""
-    steps = decoder.get("decoders", ()) if decoder["type"] == "Sequence" else ()
+    steps: list[dict[str, Any]] = (  # Any: the tokenizer's file
+        decoder["decoders"] if decoder["type"] == "Sequence" else []
+    )
     kinds = [step["type"] for step in steps]
     if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or kinds[3:] not in ([], ["Strip"]):
         return False
