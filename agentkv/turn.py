@@ -126,7 +126,7 @@ def to_entries(prompt: Prompt | None) -> tuple[Entry, ...]:
         if not all(isinstance(message, Message) for message in prompt):
             raise RequestError("a prompt holds messages or token ids, not both")
         return tuple(prompt)  # type: ignore[arg-type]  # checked above
-    return (text.checked_ids(prompt),)  # type: ignore[arg-type]  # checked by the callee
+    return (text.checked_ids(prompt),)
 
 
 async def plan_turn(

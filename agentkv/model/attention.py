@@ -58,7 +58,8 @@ def attend(
     step = _step.get()
     if step is None:
         raise RuntimeError("agentkv's attention runs inside an engine's step only")
-    keys, values = step.layers[module.layer_idx]  # type: ignore[index]  # an int in every family
+    layer_idx: Any = module.layer_idx  # Any: an int in every family
+    keys, values = step.layers[layer_idx]
     launch.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, step.slots)
     scale = options.get("scaling")
     out = launch.paged_attention(
