@@ -89,7 +89,7 @@ def write_kv(
 
 
 def copy_blocks(caches: Sequence[Tensor], copies: Sequence[tuple[int, int, int]]) -> None:
-    """Copy the first `tokens` slots of block src to dst in every cache, for each (src, dst, tokens).
+    """Copy the first `tokens` slots of block src to dst in every cache, for each copy.
 
     ValueError if a block is written twice or is both read and written: their order would matter.
     """

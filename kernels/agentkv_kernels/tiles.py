@@ -161,8 +161,9 @@ def ranges(starts: LongArray, lengths: LongArray) -> LongArray:
     """The concatenation of arange(start, start + length)."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
-    shift = np.repeat(starts - (ends - lengths), lengths)
-    return np.add(shift, np.arange(total, dtype=np.int64), dtype=np.int64)
+    shift: LongArray = np.repeat(starts - (ends - lengths), lengths)
+    shift += np.arange(total, dtype=np.int64)
+    return shift
 
 
 def make_tiles(
