@@ -2,7 +2,8 @@
 
 The backend would turn the text of a control token into its id wherever it stands. So each result is
 checked: its control ids must be those that the template wrote, in order. Only where they are not is
-the text encoded once more by a second tokenizer, whose control tokens have secret names.
+the text encoded once more by a second tokenizer, whose control tokens have secret names: one that
+shares the model, or, for models that know control tokens as pieces of text, a renamed copy.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import re
 import secrets
 from collections.abc import Sequence
 from functools import cached_property
-from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from ..errors import ChatTemplateError, ContextLengthError, RequestError
 from .rendering import Piece
@@ -25,7 +25,7 @@ __all__ = ["PlainBackend"]
 
 
 class PlainBackend:
-    """A backend, and its twin with renamed control tokens, which is built when first needed.
+    """A backend, and twins with renamed control tokens, which are built when first needed.
 
     Control tokens are the special ones, and those others whose text the template contains
     (`literals`): their ids may only come from the template. Text of the second kind in an
@@ -34,16 +34,15 @@ class PlainBackend:
 
     def __init__(self, backend: Tokenizer, literals: Sequence[str]) -> None:
         self._backend = backend
-        self._lock = Lock()
         added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         written = "\0".join(literals)
         self.control: dict[str, int] = {
             token.content: token_id
             for token_id, token in added.items()
             if token.special or (token.content.strip() and token.content in written)
         }
-        self.control_text = {token_id: text for text, token_id in self.control.items()}
+        self.control_text: dict[int, str] = {token_id: text for text, token_id in self.control.items()}
         soft = [text for text, token_id in self.control.items() if token_id not in self.special_ids]
         self._all = _pattern(self.control)
         self._soft = _pattern(soft)
@@ -74,12 +73,15 @@ class PlainBackend:
         text = "".join(piece.text for piece in pieces)
         expected = [self.control[token] for _, token in self._tokens(pieces) if token is not None]
         ids = _encode(self._backend, text, add_special_tokens, limit)
+        for renaming in ("tokens", "pieces"):
+            if self._control_in(ids, add_special_tokens) == expected:
+                break
+            twin = self._twin_of_tokens if renaming == "tokens" else self._twin_of_pieces
+            ids = self._encode_renamed(twin, pieces, add_special_tokens, limit)
         if self._control_in(ids, add_special_tokens) != expected:
-            ids = self._encode_renamed(pieces, add_special_tokens, limit)
-            if self._control_in(ids, add_special_tokens) != expected:
-                raise ChatTemplateError(
-                    "the tokenizer makes control tokens of ordinary text in this conversation"
-                )
+            raise ChatTemplateError(
+                "the tokenizer makes control tokens of ordinary text in this conversation"
+            )
         return ids[1:] if anchored and self._anchor is not None else ids
 
     def _control_in(self, ids: list[int], add_special_tokens: bool) -> list[int]:
@@ -107,15 +109,17 @@ class PlainBackend:
         return [*found, (text, None)]
 
     def _encode_renamed(
-        self, pieces: Sequence[Piece], add_special_tokens: bool, limit: int | None
+        self,
+        twin: _Twin,
+        pieces: Sequence[Piece],
+        add_special_tokens: bool,
+        limit: int | None,
     ) -> list[int]:
-        with self._lock:
-            twin, names, back = self._twin
         text = "".join(
-            before + (names[token] if token is not None else "")
+            before + (self._names[token] if token is not None else "")
             for before, token in self._tokens(pieces)
         )
-        ids = [back.get(i, i) for i in _encode(twin, text, False, limit)]
+        ids = [twin.back.get(i, i) for i in _encode(twin.backend, text, False, limit)]
         if not add_special_tokens:
             return ids
         before, after = self._added_around
@@ -132,16 +136,56 @@ class PlainBackend:
         return full[:start], full[start + len(bare) :]
 
     @cached_property
-    def _twin(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-        data: dict[str, Any] = json.loads(self._backend.to_str())  # Any: the tokenizer's file
+    def _names(self) -> dict[str, str]:
+        """A name for each control token that no text can hold, because it is secret."""
         secret = secrets.token_hex(8)
-        names = {text: f"\U000f0000{secret}{i}\U000f0001" for i, text in enumerate(self.control)}
-        _rename(data, names)
+        return {text: f"\U000f0000{secret}{i}\U000f0001" for i, text in enumerate(self.control)}
+
+    @cached_property
+    def _twin_of_tokens(self) -> _Twin:
+        """A tokenizer around the same model, with the control tokens renamed; quick to build."""
+        twin = Tokenizer(self._backend.model)
+        if self._backend.normalizer is not None:
+            twin.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            twin.pre_tokenizer = self._backend.pre_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        names = {text: self._names.get(text, text) for text in (t.content for t in added.values())}
+        twin.add_tokens(
+            [
+                AddedToken(
+                    names[token.content],
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized and token.content not in self.control,
+                    single_word=token.single_word and token.content not in self.control,
+                )
+                for token in added.values()
+            ]
+        )
+        vocabulary = twin.get_added_tokens_decoder()
+        ids = {token.content: token_id for token_id, token in vocabulary.items()}
+        back = {ids[names[t.content]]: i for i, t in added.items() if names[t.content] in ids}
+        return _Twin(twin, back)
+
+    @cached_property
+    def _twin_of_pieces(self) -> _Twin:
+        """A copy in which the model's own pieces are renamed too.
+
+        For models that hold control tokens as ordinary pieces of their vocabulary.
+        """
+        data: dict[str, Any] = json.loads(self._backend.to_str())  # Any: the tokenizer's file
+        _rename(data, self._names)
         twin = Tokenizer.from_str(json.dumps(data))
-        back = {
-            twin.token_to_id(names[text]) or 0: token_id for text, token_id in self.control.items()
-        }
-        return twin, names, back
+        ids = {text: twin.token_to_id(name) for text, name in self._names.items()}
+        return _Twin(twin, {i: self.control[text] for text, i in ids.items() if i is not None})
+
+
+class _Twin(NamedTuple):
+    """A tokenizer with renamed control tokens, and the true ids of those that it numbers anew."""
+
+    backend: Tokenizer
+    back: dict[int, int]
 
 
 def _rename(data: dict[str, Any], names: dict[str, str]) -> None:  # Any: the tokenizer's file

@@ -68,7 +68,7 @@ class ChatTemplate:
         token = _budget.set(Budget(len(source)))  # jinja2 computes constant expressions right away
         try:
             tree = environment.parse(source)
-            self.literals = tuple(_literals_of(tree))
+            self.literals: tuple[str, ...] = tuple(_literals_of(tree))
             self._template = environment.from_string(_instrument(tree, environment))
         except Exception as error:  # a foreign template can fail in any way
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error

@@ -52,7 +52,7 @@ class ChatTokenizer:
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.chat_template = chat_template
-        self.eos_token_ids = tuple(eos_token_ids) or self._ids_of(eos_token)
+        self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids) or self._ids_of(eos_token)
         names = {
             "bos_token": bos_token,
             "eos_token": eos_token,
@@ -65,7 +65,7 @@ class ChatTokenizer:
             if chat_template is not None
             else None
         )
-        self.vocab_size = int(backend.get_vocab_size(with_added_tokens=True))
+        self.vocab_size: int = int(backend.get_vocab_size(with_added_tokens=True))
         self._plain = PlainBackend(self._backend, self._template.literals if self._template else ())
         self._detokenizers = DetokenizerSource(self._backend, self._plain.special_ids)
 

@@ -35,13 +35,17 @@ def render(source: str) -> str:
         ("{% for m in messages %}{% if loop.last %}{% break %}{% endif %}x{% endfor %}", "x"),
         ("{% generation %}{{ messages | length }}{% endgeneration %}", "2"),
         (
-            "{% set ns = namespace(n=0) %}{% for m in messages %}"
-            "{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            (
+                "{% set ns = namespace(n=0) %}{% for m in messages %}"
+                "{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
+            ),
             "2",
         ),
         (
-            "{{ messages | selectattr('role', 'equalto', 'user')"
-            " | map(attribute='role') | join(',') }}",
+            (
+                "{{ messages | selectattr('role', 'equalto', 'user')"
+                " | map(attribute='role') | join(',') }}"
+            ),
             "user",
         ),
         ("{% macro f(a) %}<{{ a }}>{% endmacro %}{{ f('x') ~ f('y') }}", "<x><y>"),
@@ -94,14 +98,22 @@ def test_what_a_template_may_not_do_is_a_template_error(source: str) -> None:
         "{{ 5.5 | round(10**9, 'ceil') }}",
         "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
         "{{ ('b' * 100000).join(range(100000) | map('string')) }}",
-        "{% set ns = namespace(x='a') %}"
-        "{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        "{% set ns = namespace(x='a') %}"
-        "{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        "{% set ns = namespace(x=[1]) %}"
-        "{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-        "{% set ns = namespace(x=7) %}"
-        "{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+        (
+            "{% set ns = namespace(x='a') %}"
+            "{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+        ),
+        (
+            "{% set ns = namespace(x='a') %}"
+            "{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+        ),
+        (
+            "{% set ns = namespace(x=[1]) %}"
+            "{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}"
+        ),
+        (
+            "{% set ns = namespace(x=7) %}"
+            "{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}"
+        ),
         "{% set a = 'x' * 100000 %}{% for i in range(100000) %}{{ a }}{% endfor %}",
     ],
 )
