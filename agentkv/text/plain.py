@@ -35,14 +35,18 @@ class PlainBackend:
     def __init__(self, backend: Tokenizer, literals: Sequence[str]) -> None:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids: frozenset[int] = frozenset(
+            i for i, token in added.items() if token.special
+        )
         written = "\0".join(literals)
         self.control: dict[str, int] = {
             token.content: token_id
             for token_id, token in added.items()
             if token.special or (token.content.strip() and token.content in written)
         }
-        self.control_text: dict[int, str] = {token_id: text for text, token_id in self.control.items()}
+        self.control_text: dict[int, str] = {
+            token_id: text for text, token_id in self.control.items()
+        }
         soft = [text for text, token_id in self.control.items() if token_id not in self.special_ids]
         self._all = _pattern(self.control)
         self._soft = _pattern(soft)

@@ -87,8 +87,8 @@ class Tail:
         self._said = said
         self._ids = ids
         self._limit = limit
-        self.replies = said.replies
-        self.text = ""
+        self.replies: tuple[Reply, ...] = said.replies
+        self.text: str = ""
         spans = said.spans[said.num_answered_spans :]
         self.ends_raw: bool = bool(spans) and spans[-1].after == len(said.messages)
 
@@ -109,7 +109,7 @@ class Tail:
         if self._said.num_answered == len(self._said.messages):
             return _concatenate([span.ids for span in self._spans()])
         part = self._settle(add_generation_prompt=reply and not self.ends_raw)
-        self.text: str = text_of(part)
+        self.text = text_of(part)
         items: list[Sequence[int]] = []
         position = 0
         num_written = self.replies[-1].message + 1 if self.replies else 0
@@ -145,7 +145,7 @@ class Tail:
             kept = _num_faithful(parts, full, self.replies, messages)
             if kept == len(self.replies):
                 return parts[-1]
-            self.replies: tuple[Reply, ...] = self.replies[:kept]
+            self.replies = self.replies[:kept]
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool

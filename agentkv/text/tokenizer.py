@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 
 from tokenizers import Tokenizer
 
@@ -201,13 +200,12 @@ class ChatTokenizer:
 
     # -- limits ------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def max_token_chars(self) -> int:
-        """No token but a control token stands for more characters than this."""
-        texts = self._backend.get_vocab(with_added_tokens=True).keys() - self._plain.control.keys()
-        longest = max(map(len, texts), default=1)
+        """No token but a special one stands for more characters than this."""
         # A normalizer may compose up to four characters into one.
-        return longest * (4 if self._backend.normalizer is not None else 1)
+        widest = 4 if self._backend.normalizer is not None else 1
+        return widest * self._detokenizers.max_token_chars
 
     def check_length(self, texts: Iterable[str], limit: int | None) -> None:
         """Refuse texts that by their length alone cannot fit in `limit` tokens; looks at no text.
