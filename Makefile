@@ -17,7 +17,7 @@ check: $(READY)
 	$(BIN)/ruff format --check agentkv kernels tests examples benchmarks
 	$(BIN)/ruff check agentkv kernels tests examples benchmarks
 	$(BIN)/mypy agentkv kernels/agentkv_kernels tests
-	$(BIN)/pyright --verifytypes agentkv --ignoreexternal
+	. $(BIN)/activate && pyright --verifytypes agentkv --ignoreexternal
 
 format: $(READY)
 	$(BIN)/ruff format agentkv kernels tests examples benchmarks

@@ -124,9 +124,9 @@ class Session:
         self, host: Host, state: State, *, parent: str | None, name: str | None, priority: int
     ) -> None:
         host.opened += 1
-        self.id = f"s{host.opened}"
-        self.name = name
-        self.parent = parent
+        self.id: str = f"s{host.opened}"
+        self.name: str | None = name
+        self.parent: str | None = parent
         self._host = host
         self._state = state
         self._lease = Lease(host.worker, state.snapshot)
@@ -424,7 +424,7 @@ class Session:
                 self._submit(turn, n)
                 finished = [await call.result() for call in turn.calls]
                 samples = tuple(
-                    complete(self._host, call, end, chosen)
+                    complete(self._host, call, end, turn)
                     for call, end in zip(turn.calls, finished, strict=True)
                 )
                 completion = self._commit(turn, finished[0])
@@ -455,7 +455,7 @@ class Session:
         )
 
     def _commit(self, turn: Turn, finished: Finished) -> Completion:
-        completion = complete(self._host, turn.calls[0], finished, turn.options)
+        completion = complete(self._host, turn.calls[0], finished, turn)
         conversation = text.commit(turn.plan, completion.text, completion.finish_reason)
         assert finished.snapshot is not None
         self._install(State(conversation, finished.snapshot, self._state.key), finished.usage)

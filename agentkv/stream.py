@@ -77,7 +77,10 @@ class Stream:
         if self._host.tokenizer is not None:
             options = self._turn.options
             self._text = ReplyText(
-                self._host.tokenizer, options.stop, min_tokens=options.min_tokens
+                self._host.tokenizer,
+                options.stop,
+                min_tokens=options.min_tokens,
+                after=self._turn.plan.reply_context,
             )
         return self
 

@@ -60,8 +60,8 @@ class Turn:
 
     def __init__(self, lock: anyio.Semaphore, plan: TurnPlan, options: SamplingOptions) -> None:
         self._lock: anyio.Semaphore | None = lock
-        self.plan = plan
-        self.options = options
+        self.plan: TurnPlan = plan
+        self.options: SamplingOptions = options
         self.calls: list[Call] = []
 
     def close(self) -> None:
@@ -189,7 +189,12 @@ def build_request(
     eos = () if options.ignore_eos else host.info.eos_token_ids
     stop = None
     if options.stop and host.tokenizer is not None and kind == "generate":
-        stop = StopMatcher(host.tokenizer, options.stop, min_tokens=options.min_tokens)
+        stop = StopMatcher(
+            host.tokenizer,
+            options.stop,
+            min_tokens=options.min_tokens,
+            after=turn.plan.reply_context,
+        )
     return Request(
         snapshot=snapshot,
         keep=turn.plan.keep,
@@ -207,13 +212,19 @@ def build_request(
     )
 
 
-def complete(host: Host, call: Call, finished: Finished, options: SamplingOptions) -> Completion:
+def complete(host: Host, call: Call, finished: Finished, turn: Turn) -> Completion:
     """The finished reply of one call as users see it."""
+    options = turn.options
     ids = tuple(call.request.output_ids)
     visible = ""
     stop_reason: str | int | None = finished.stop_token
     if host.tokenizer is not None:
-        reply = ReplyText(host.tokenizer, options.stop, min_tokens=options.min_tokens)
+        reply = ReplyText(
+            host.tokenizer,
+            options.stop,
+            min_tokens=options.min_tokens,
+            after=turn.plan.reply_context,
+        )
         kept = ids if finished.stop_token is None else ids[:-1]
         visible = reply.push(kept) + reply.finish()
         stop_reason = reply.stop_string if finished.stop_token is None else finished.stop_token

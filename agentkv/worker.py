@@ -44,7 +44,7 @@ __all__ = [
     "Worker",
 ]
 
-logger = logging.getLogger("agentkv")
+_logger = logging.getLogger("agentkv")
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Call:
         self._worker = worker
         self._event: anyio.Event | None = None
         self._seen: int | None = None
-        self.request = request
+        self.request: Request = request
         self.finished: Finished | None = None
         self.error: BaseException | None = None
 
@@ -164,7 +164,7 @@ class Worker:
 
     def __init__(self, open_runner: Callable[[EngineConfig], Runner], config: EngineConfig) -> None:
         self.config = config
-        self.stats = EngineStats()
+        self.stats: EngineStats = EngineStats()
         self.runner: Runner | None = None
         self.dropped: deque[Closable] = deque()
         self._open_runner = open_runner
@@ -219,7 +219,7 @@ class Worker:
         self.stats = msgspec.structs.replace(
             stats, used_blocks=0, quarantined_blocks=stats.used_blocks
         )
-        logger.warning(
+        _logger.warning(
             "a step did not return within close_timeout_s=%g; its thread keeps %d KV blocks",
             self.config.close_timeout_s,
             stats.used_blocks,
@@ -406,7 +406,7 @@ class Worker:
         try:
             core.close()
         except Exception:
-            logger.exception("the engine's KV memory could not be freed")
+            _logger.exception("the engine's KV memory could not be freed")
         self.stats = core.stats()
 
     def _publish(self, *deliveries: Callable[[], object]) -> None:

@@ -51,10 +51,10 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.snapshots: set[Snapshot] = set()
-        self.num_preemptions = 0
-        self.num_reclaims = 0
+        self.num_preemptions: int = 0
+        self.num_reclaims: int = 0
         # Counts what may change which blocks rows share, but for rows that come and go.
-        self.tree_changes = 0
+        self.tree_changes: int = 0
         self._memory = memory
         self._batch_tokens = batch_tokens
         self._max_num_seqs = max_num_seqs

@@ -140,11 +140,11 @@ class Snapshot:
     __slots__ = ("__weakref__", "ids", "last_used", "namespace", "num_computed", "table")
 
     def __init__(self, ids: TokenIds, namespace: str | None = None) -> None:
-        self.ids = ids
-        self.namespace = namespace
+        self.ids: TokenIds = ids
+        self.namespace: str | None = namespace
         self.table: BlockTable | None = None
-        self.num_computed = 0
-        self.last_used = 0
+        self.num_computed: int = 0
+        self.last_used: int = 0
 
     def __repr__(self) -> str:
         return f"Snapshot(<{len(self.ids)} ids>)"
@@ -223,19 +223,19 @@ class Request:
         score_ids: Iterable[int] | TokenArray = (),
         namespace: str | None = None,
     ) -> None:
-        self.snapshot = snapshot
-        self.keep = len(snapshot.ids) if keep is None else keep
-        self.new_ids = _as_array(new_ids)
-        self.namespace = snapshot.namespace if namespace is None else namespace
+        self.snapshot: Snapshot = snapshot
+        self.keep: int = len(snapshot.ids) if keep is None else keep
+        self.new_ids: TokenArray = _as_array(new_ids)
+        self.namespace: str | None = snapshot.namespace if namespace is None else namespace
         self.kind: RequestKind = kind
-        self.options = SamplingOptions() if options is None else options
-        self.key = key
-        self.max_new_tokens = max_new_tokens
-        self.stop_token_ids = stop_token_ids
-        self.stop = stop
-        self.constraint = constraint
-        self.priority = priority
-        self.score_ids = _as_array(score_ids)
+        self.options: SamplingOptions = SamplingOptions() if options is None else options
+        self.key: tuple[int, int] = key
+        self.max_new_tokens: int | None = max_new_tokens
+        self.stop_token_ids: frozenset[int] = stop_token_ids
+        self.stop: StopRule | None = stop
+        self.constraint: TokenConstraint | None = constraint
+        self.priority: int = priority
+        self.score_ids: TokenArray = _as_array(score_ids)
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.outcome: Finished | Failed | None = None

@@ -7,7 +7,7 @@ import numpy as np
 from ..kv.block_table import BlockTable
 from ..messages import Usage
 from .batch import TokenArray
-from .sequence import Request
+from .sequence import Request, TokenIds
 
 
 class Sequence:
@@ -33,19 +33,19 @@ class Sequence:
 
     def __init__(self, request: Request, arrival: int, block_size: int) -> None:
         self._block_size = block_size
-        self.request = request
-        self.arrival = arrival
+        self.request: Request = request
+        self.arrival: int = arrival
         base = request.snapshot.ids.truncate(request.keep).extend(request.new_ids)
-        self.num_input = len(base)
-        self.prompt = base.extend(request.score_ids)
+        self.num_input: int = len(base)
+        self.prompt: TokenIds = base.extend(request.score_ids)
         self.table: BlockTable | None = None
-        self.has_started = False
-        self.cached_tokens = 0
-        self.recomputed_tokens = 0
-        self.num_preemptions = 0
-        self.score = 0.0
+        self.has_started: bool = False
+        self.cached_tokens: int = 0
+        self.recomputed_tokens: int = 0
+        self.num_preemptions: int = 0
+        self.score: float = 0.0
         # The KV length once reached: what is computed below it again is recomputed.
-        self.reach = min(request.snapshot.num_computed, request.keep)
+        self.reach: int = min(request.snapshot.num_computed, request.keep)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -86,7 +86,10 @@ class Sequence:
         if stop <= known:
             return self.prompt.slice(start, stop)
         tail = np.array(self.request.output_ids[max(0, start - known) : stop - known], np.int32)
-        return tail if start >= known else np.concatenate([self.prompt.slice(start, known), tail])
+        if start >= known:
+            return tail
+        joined: TokenArray = np.concatenate([self.prompt.slice(start, known), tail])
+        return joined
 
     def block_tokens(self, index: int) -> bytes:
         """The ids of block `index`, all known, as the prefix cache compares them."""

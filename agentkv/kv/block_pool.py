@@ -21,10 +21,10 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks
-        self.is_retained = bytearray(num_blocks)
-        self.filled_slots = [0] * num_blocks
-        self.used_slots = 0
+        self.ref_counts: list[int] = [0] * num_blocks
+        self.is_retained: bytearray = bytearray(num_blocks)
+        self.filled_slots: list[int] = [0] * num_blocks
+        self.used_slots: int = 0
         self._free = deque(range(num_blocks))
         # In the order of their last release: the least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()

@@ -43,8 +43,8 @@ class KVMemory:
         self.pool = pool
         self.block_size = block_size
         self.has_cache = has_cache
-        self.cache = PrefixCache(pool, hash_fn)
-        self.logical_tokens = 0
+        self.cache: PrefixCache = PrefixCache(pool, hash_fn)
+        self.logical_tokens: int = 0
 
     @property
     def physical_tokens(self) -> int:

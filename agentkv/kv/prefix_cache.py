@@ -26,13 +26,13 @@ class Entry:
     def __init__(
         self, key: tuple[Hashable, ...], serial: int, block: int, parent: Entry | None
     ) -> None:
-        self.key = key
-        self.serial = serial
-        self.block = block
-        self.parent = parent
+        self.key: tuple[Hashable, ...] = key
+        self.serial: int = serial
+        self.block: int = block
+        self.parent: Entry | None = parent
         self.depth: int = 1 if parent is None else parent.depth + 1
-        self.num_children = 0
-        self.is_live = True
+        self.num_children: int = 0
+        self.is_live: bool = True
 
 
 class PrefixCache:
@@ -43,7 +43,7 @@ class PrefixCache:
     """
 
     def __init__(self, pool: BlockPool, hash_fn: HashFn = hash) -> None:
-        self.num_evictions = 0
+        self.num_evictions: int = 0
         self._pool = pool
         self._hash = hash_fn
         self._buckets: dict[int, list[Entry]] = {}

@@ -74,8 +74,9 @@ class GGUFFile:
             raise ModelError(f"{path} cannot be read as a GGUF file: {error}") from error
         try:
             cursor = _Cursor(self._map)
-            self.metadata, num_tensors = _read_metadata(cursor)
-            self.tensors = _read_table(cursor, num_tensors, self.metadata)
+            metadata, num_tensors = _read_metadata(cursor)
+            self.metadata: dict[str, Any] = metadata
+            self.tensors: dict[str, GGUFTensor] = _read_table(cursor, num_tensors, self.metadata)
         except (_DamagedError, struct.error, UnicodeDecodeError) as error:
             self._map.close()
             raise ModelError(f"{path} is not a sound GGUF file: {error}") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..errors import ModelError, UnsupportedModelError
@@ -74,7 +75,10 @@ def read_config(file: GGUFFile) -> PreTrainedConfig:
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         settings[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    return AutoConfig.for_model(ARCHITECTURES[architecture], **settings)
+    try:
+        return AutoConfig.for_model(ARCHITECTURES[architecture], **settings)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ModelError(f"{file.path} describes no sound model: {error}") from error
 
 
 def tensor_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:

@@ -62,7 +62,9 @@ def read_tokenizer(file: GGUFFile) -> TokenizerFiles:
     try:
         backend = _byte_level(file, tokens, pre)
         _add_tokens(backend, tokens, _list(file, "token_type", int))
-    except (ValueError, TypeError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception for parts that do not fit
         raise ModelError(f"{file.path} has a tokenizer that is damaged: {error}") from error
     if backend.get_vocab_size() != len(tokens):
         raise ModelError(f"{file.path} has a tokenizer in which tokens occur twice")

@@ -29,7 +29,7 @@ from .compatibility import check_evaluation_mode
 from .gguf import GGUFFile
 from .gguf_model import read_config, read_tensors, tensor_shapes
 from .gguf_tokenizer import read_tokenizer
-from .sources import find_source
+from .sources import find_source, name_of
 from .tokenizer_files import TokenizerFiles, load_tokenizer, read_json
 from .weights_cache import WeightsCache
 
@@ -37,7 +37,7 @@ __all__ = ["LoadedModel", "choose_device", "choose_dtype", "open_model"]
 
 MIN_TRANSFORMERS = (5, 24)  # older ones run code from model folders though that is switched off
 Progress = Callable[[str, float], None]
-logger = logging.getLogger("agentkv")
+_logger = logging.getLogger("agentkv")
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _open_folder(
     settings = read_json(path / "generation_config.json") or {}
     if settings:
         model.generation_config = GenerationConfig.from_dict(settings)
-    return _finish(model, parts, path.name, fingerprint(path), settings, given=given)
+    return _finish(model, parts, name_of(path), fingerprint(path), settings, given=given)
 
 
 def _open_gguf(
@@ -204,7 +204,7 @@ def _open_gguf(
             if given is None and (folder / "tokenizer.json").is_file():
                 parts = load_tokenizer(folder)
         except ModelError as error:
-            logger.warning("converted weights are damaged and are made anew: %s", error)
+            _logger.warning("converted weights are damaged and are made anew: %s", error)
             cache.discard(folder)
             model = None
     if model is None or (given is None and parts is None):
@@ -213,7 +213,7 @@ def _open_gguf(
                 parts = read_tokenizer(file)
             if model is None:
                 model = _convert(file, parts, path, device, dtype, variant, report, cache)
-    return _finish(model, parts, path.stem, cache.digest(path), {}, given=given)
+    return _finish(model, parts, name_of(path), cache.digest(path), {}, given=given)
 
 
 def _convert(
@@ -303,7 +303,7 @@ def _sampling_defaults(settings: Mapping[str, Any]) -> SamplingOptions:  # Any: 
         try:
             SamplingOptions(**{name: value})
         except InvalidOptionError as error:
-            logger.warning("the generation config is ignored in part: %s", error)
+            _logger.warning("the generation config is ignored in part: %s", error)
         else:
             chosen[name] = value
     if settings.get("do_sample") is False:

