@@ -137,7 +137,7 @@ class StepPlan:
         and before that only together with the segments.
         """
         new_lens = np.asarray(kv_lens, dtype=np.int64)
-        if not self._is_steady or not np.array_equal(new_lens, self.kv_lens + 1):
+        if not self._is_steady or not _is_next(new_lens, self.kv_lens):
             return False
         self.kv_lens, self.block_tables = new_lens, block_tables
         self.positions = new_lens - 1
@@ -162,17 +162,15 @@ class StepPlan:
 
     def _open_blocks(self, rows: LongArray) -> None:
         index = self.positions[rows] // self.block_size
-        tables = [self.block_tables[row] for row in rows.tolist()]
-        columns = index.tolist()
-        ids = np.array([table[i] for table, i in zip(tables, columns, strict=True)])
-        before = np.array([table[i - 1] for table, i in zip(tables, columns, strict=True)])
-        self.slot_mapping[rows] = ids * self.block_size
+        pairs = zip(rows.tolist(), index.tolist(), strict=True)
+        ids = np.array([(self.block_tables[r][i], self.block_tables[r][i - 1]) for r, i in pairs])
+        self.slot_mapping[rows] = ids[:, 0] * self.block_size
         for layout in self._layouts.values():
-            at = layout.tail_base[rows] + index - layout.tail_start[rows] // self.block_size
-            layout.arena[at] = ids
-            is_own = index * self.block_size > layout.tail_start[rows]
-            layout.arena[at[is_own] - 1] = before[is_own]
-            layout.version += 1
+            at = layout.block_shift[rows] + index
+            # The block before is another's when the tail begins with the one that opens.
+            is_own = at > layout.tail_base[rows]
+            layout.arena[at] = ids[:, 0]
+            layout.arena[at[is_own] - 1] = ids[is_own, 1]
 
     def _slots(self, first: LongArray) -> LongArray:
         """Slot of each query token: block id x block_size + offset, -1 for padding rows."""
@@ -251,7 +249,11 @@ class StepPlan:
         arena: IntArray = np.zeros(len(shared) + int((count + spare).sum()), np.int32)
         arena[: len(shared)] = shared
         arena[ranges(tail_base, count)] = tails
-        return Layout(arena, runs, tail_start, tail_base)
+        return Layout(arena, runs, tail_start, tail_base, tail_base - begin)
+
+
+def _is_next(new_lens: LongArray, kv_lens: LongArray) -> bool:
+    return len(new_lens) == len(kv_lens) and bool((new_lens - kv_lens == 1).all())
 
 
 def _layout_key(shape: TileShape) -> tuple[int, int, int]:

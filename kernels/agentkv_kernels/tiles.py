@@ -75,8 +75,8 @@ class Layout:
     runs: list[SharedRun]
     tail_start: LongArray  # position of the tail's first key, per sequence
     tail_base: LongArray  # index of its block in the arena
+    block_shift: LongArray  # index in the arena of a block, less its index in the block table
     steps: int = 0  # decode steps since it was made
-    version: int = 0  # counts changes of the arena
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agentkv_kernels import cpu, launch, reference
+from agentkv_kernels import launch, reference
 from agentkv_kernels.scenario import Scenario, random_tree
 from agentkv_kernels.tiles import TileShape
 
@@ -44,11 +44,18 @@ def _check_tree(seed: int) -> None:
         min_chunk=16,
         min_wide_chunk=64,
     )
-    options = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
-    expected = reference.paged_attention(query, k_cache, v_cache, plan, **options)
-    tiled = reference.tiled_attention(query, k_cache, v_cache, plan.tile_set(shape), **options)
-    shared = cpu.paged_attention(query, k_cache, v_cache, plan, **options)
-    flat = launch.paged_attention(query, k_cache, v_cache, scenario.plan(share=False), **options)
+    expected, shared, flat = (
+        path(query, k_cache, v_cache, on, scale=0.3, window=window, softcap=softcap, sinks=sinks)
+        for path, on in (
+            (reference.paged_attention, plan),
+            (launch.paged_attention, plan),
+            (launch.paged_attention, scenario.plan(share=False)),
+        )
+    )
+    tiles = plan.tile_set(shape)
+    tiled = reference.tiled_attention(
+        query, k_cache, v_cache, tiles, scale=0.3, window=window, softcap=softcap, sinks=sinks
+    )
     assert not expected.isnan().any()
     for result in (tiled, shared, flat):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
