@@ -1,0 +1,252 @@
+"""Edge cases of paged attention, each on the reference and on the CPU path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from agentkv_kernels import launch, reference
+from agentkv_kernels.plan import StepPlan
+from agentkv_kernels.scenario import Scenario, TreeSegment, random_tree
+from torch import Tensor
+
+Attention = Callable[..., Tensor]
+PATHS = [reference.paged_attention, launch.paged_attention]
+
+
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None = None
+) -> Tensor:
+    """torch's own attention of the last rows [n, Hq, D] of a sequence over [m, Hkv, D]."""
+    n, m = len(query), len(key)
+    position = torch.arange(m - n, m)[:, None]
+    visible = torch.arange(m)[None] <= position
+    if window is not None:
+        visible &= torch.arange(m)[None] > position - window
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None].double(),
+        key.transpose(0, 1)[None].double(),
+        value.transpose(0, 1)[None].double(),
+        attn_mask=visible,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1).float()
+
+
+def _check_one(
+    path: Attention,
+    length: int,
+    *,
+    query_len: int = 1,
+    block_size: int = 16,
+    heads: tuple[int, int] = (6, 2),
+    dim: int = 16,
+    window: int | None = None,
+) -> None:
+    count = -(-length // block_size)
+    table = np.random.default_rng(length).permutation(count + 3)[:count].tolist()
+    scenario = Scenario(block_size, [query_len], [length], [table], [], count + 3)
+    k_cache, v_cache = scenario.caches(heads[1], dim)
+    query = torch.randn(query_len, heads[0], dim)
+    out = path(query, k_cache, v_cache, scenario.plan(), scale=0.25, window=window)
+    key, value = (reference.gather_keys(c, table, length) for c in (k_cache, v_cache))
+    expected = _dense(query, key, value, scale=0.25, window=window)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("block_size", [1, 4, 16, 48, 160])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129])
+def test_any_context_length_and_block_size(path: Attention, length: int, block_size: int) -> None:
+    _check_one(path, length, block_size=block_size)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("group", [1, 3, 5, 6, 7, 12, 16, 17, 32])
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 10])
+def test_any_head_grouping(path: Attention, group: int, num_kv_heads: int) -> None:
+    _check_one(path, 37, heads=(group * num_kv_heads, num_kv_heads), dim=8)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+def test_any_head_dim(path: Attention, dim: int) -> None:
+    _check_one(path, 37, dim=dim)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("window", [1, 3, 15, 16, 17, 36, 37, 38, 500])
+@pytest.mark.parametrize("query_len", [1, 9, 37])
+def test_windows_are_exact_to_the_position(path: Attention, window: int, query_len: int) -> None:
+    _check_one(path, 37, query_len=query_len, window=window)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("query_len", [1, 2, 63, 64, 65, 700, 1000])
+def test_prefill_chunks_are_causal(path: Attention, query_len: int) -> None:
+    _check_one(path, 1000, query_len=query_len)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_without_keys_are_exactly_zero(path: Attention) -> None:
+    scenario = Scenario(4, [1, 1, 1], [0, 3, 0], [[], [1], []], [], 4)
+    k_cache, v_cache = scenario.caches(1, 8)
+    out = path(torch.randn(3, 2, 8), k_cache, v_cache, scenario.plan(), scale=1.0)
+    assert (out[0] == 0).all()
+    assert (out[2] == 0).all()
+    assert out[1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("poison", [float("nan"), 1e30])
+def test_slots_behind_the_last_token_do_not_matter(path: Attention, poison: float) -> None:
+    scenario = random_tree(11, num_rows=6, max_query=3)
+    k_cache, v_cache = scenario.caches(1, 8)
+    query = torch.randn(sum(scenario.query_lens), 3, 8)
+    clean = path(
+        query, k_cache.nan_to_num(0.0), v_cache.nan_to_num(0.0), scenario.plan(), scale=1.0
+    )
+    for cache in (k_cache, v_cache):
+        cache.nan_to_num_(poison)
+    out = path(query, k_cache, v_cache, scenario.plan(), scale=1.0)
+    torch.testing.assert_close(out, clean, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("magnitude", [1e4, 1e6])
+def test_huge_scores_stay_finite(magnitude: float) -> None:
+    scenario = random_tree(5, num_rows=4)
+    k_cache, v_cache = scenario.caches(1, 8)
+    query = torch.randn(4, 2, 8) * magnitude
+    for softcap in (None, 30.0):
+        out = launch.paged_attention(
+            query, k_cache, v_cache, scenario.plan(), scale=1.0, softcap=softcap
+        )
+        expected = reference.paged_attention(
+            query, k_cache, v_cache, scenario.plan(), scale=1.0, softcap=softcap,
+            dtype=torch.float64,
+        )  # fmt: skip
+        assert out.isfinite().all()
+        torch.testing.assert_close(out, expected, atol=0.05, rtol=0.01)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sinks_are_counted_once_however_many_segments(path: Attention) -> None:
+    scenario = random_tree(2, num_rows=6, depth=4, max_segment_blocks=12)
+    k_cache, v_cache = scenario.caches(2, 8)
+    query, sinks = torch.randn(6, 4, 8), torch.randn(4)
+    out = path(query, k_cache, v_cache, scenario.plan(), scale=0.5, sinks=sinks)
+    plain = reference.paged_attention(query, k_cache, v_cache, scenario.plan(), scale=0.5)
+    for row, (table, length) in enumerate(
+        zip(scenario.block_tables, scenario.kv_lens, strict=True)
+    ):
+        key = reference.gather_keys(k_cache, table, length).repeat_interleave(2, 1)
+        score = torch.einsum("hd,mhd->hm", query[row], key) * 0.5
+        share = torch.sigmoid(score.logsumexp(1) - sinks)
+        torch.testing.assert_close(out[row], plain[row] * share[:, None], atol=1e-5, rtol=1e-5)
+
+
+def test_permuting_sessions_permutes_outputs_exactly() -> None:
+    scenario = random_tree(21, num_rows=7, depth=4, max_segment_blocks=12)
+    k_cache, v_cache = scenario.caches(2, 16)
+    query = torch.randn(7, 6, 16)
+    order = [3, 0, 6, 1, 5, 2, 4]
+    out = launch.paged_attention(query, k_cache, v_cache, scenario.plan(), scale=0.25)
+    moved = launch.paged_attention(
+        query[order], k_cache, v_cache, scenario.permuted(order).plan(), scale=0.25
+    )
+    torch.testing.assert_close(moved, out[order], atol=1e-6, rtol=0)
+
+
+def test_a_parent_that_goes_on_leaves_its_child_bit_for_bit_unchanged() -> None:
+    tables = [[0, 1, 2], [0, 1, 3]]
+    segments = [TreeSegment(None, 0, (0, 1), (0, 1))]
+    before = Scenario(64, [1, 1], [140, 150], tables, segments, 8)
+    after = Scenario(64, [1, 1], [141, 150], tables, segments, 8)
+    k_cache, v_cache = after.caches(1, 8)
+    query = torch.randn(2, 3, 8)
+    first = launch.paged_attention(query, k_cache, v_cache, before.plan(), scale=1.0)
+    second = launch.paged_attention(query, k_cache, v_cache, after.plan(), scale=1.0)
+    torch.testing.assert_close(first[1], second[1], atol=0, rtol=0)
+
+
+def test_strided_queries_are_read_where_they_lie() -> None:
+    scenario = random_tree(4, num_rows=5)
+    k_cache, v_cache = scenario.caches(2, 8)
+    query = torch.randn(4, 5, 8).transpose(0, 1)
+    out = launch.paged_attention(query, k_cache, v_cache, scenario.plan(), scale=1.0)
+    expected = launch.paged_attention(
+        query.contiguous(), k_cache, v_cache, scenario.plan(), scale=1.0
+    )
+    torch.testing.assert_close(out, expected, atol=0, rtol=0)
+
+
+def test_bfloat16_caches_accumulate_in_float32() -> None:
+    scenario = random_tree(8, num_rows=5, max_query=3)
+    k_cache, v_cache = scenario.caches(1, 16, dtype=torch.bfloat16)
+    query = torch.randn(sum(scenario.query_lens), 2, 16, dtype=torch.bfloat16)
+    out = launch.paged_attention(query, k_cache, v_cache, scenario.plan(), scale=0.25)
+    expected = reference.paged_attention(query, k_cache, v_cache, scenario.plan(), scale=0.25)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
+
+
+def test_merging_empty_states_is_empty_and_one_among_finite_changes_nothing() -> None:
+    value = torch.randn(1, 2, 4)
+    lse = torch.randn(1, 2)
+    nothing, never = torch.full_like(value, torch.nan), torch.full_like(lse, -torch.inf)
+    out, total = reference.merge_states(torch.cat([nothing * 0, nothing * 0]).nan_to_num(),
+                                        torch.cat([never, never]))  # fmt: skip
+    assert (out == 0).all()
+    assert (total == -torch.inf).all()
+    out, total = reference.merge_states(torch.cat([nothing, value]), torch.cat([never, lse]))
+    torch.testing.assert_close(out, value[0])
+    torch.testing.assert_close(total, lse[0])
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    plan = StepPlan.build(query_lens=[1], kv_lens=[3], block_tables=[[0]], block_size=4)
+    k_cache = launch.allocate_cache(2, 2, 4, 8, torch.float32, "cpu")
+    for shape in ((2, 4, 8), (1, 3, 8), (1, 4, 7)):
+        with pytest.raises(ValueError, match="quer"):
+            launch.paged_attention(torch.zeros(shape), k_cache, k_cache, plan, scale=1.0)
+    query = torch.zeros(1, 4, 8)
+    with pytest.raises(ValueError, match="window"):
+        launch.paged_attention(query, k_cache, k_cache, plan, scale=1.0, window=0)
+    with pytest.raises(ValueError, match="sinks"):
+        launch.paged_attention(query, k_cache, k_cache, plan, scale=1.0, sinks=torch.zeros(2))
+    with pytest.raises(ValueError, match="blocks of"):
+        launch.paged_attention(query, k_cache, k_cache[:, :, :2], plan, scale=1.0)
+
+
+def test_keys_are_written_to_their_slots_and_slot_minus_one_is_skipped() -> None:
+    k_cache = launch.allocate_cache(3, 2, 4, 8, torch.float32, "cpu")
+    v_cache = launch.allocate_cache(3, 2, 4, 5, torch.float32, "cpu")
+    key, value = torch.randn(3, 2, 8), torch.randn(3, 2, 5)
+    launch.write_kv(key, value, k_cache, v_cache, np.array([9, -1, 3]))
+    assert (k_cache[2, :, 1] == key[0]).all()
+    assert (v_cache[0, :, 3] == value[2]).all()
+    usable = k_cache[:4].clone()
+    usable[2, :, 1], usable[0, :, 3] = 0, 0
+    assert (usable == 0).all()
+
+
+def test_copies_move_only_the_used_slots_in_every_cache() -> None:
+    caches = [launch.allocate_cache(4, 2, 4, 3, torch.float32, "cpu").normal_() for _ in range(3)]
+    before = [cache.clone() for cache in caches]
+    launch.copy_blocks(caches, [(0, 1, 3), (0, 2, 4)])
+    launch.copy_blocks(caches, [])
+    for cache, old in zip(caches, before, strict=True):
+        assert (cache[1, :, :3] == old[0, :, :3]).all()
+        assert (cache[1, :, 3] == old[1, :, 3]).all()
+        assert (cache[2] == old[0]).all()
+        assert (cache[0] == old[0]).all()
+
+
+@pytest.mark.parametrize("copies", [[(0, 1, 4), (1, 2, 4)], [(0, 2, 4), (1, 2, 4)]])
+def test_chains_of_copies_are_refused(copies: list[tuple[int, int, int]]) -> None:
+    cache = launch.allocate_cache(4, 2, 4, 3, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="copied"):
+        launch.copy_blocks([cache], copies)
