@@ -17,7 +17,7 @@ __all__ = ["Budget", "TemplateBudgetError", "check_format", "check_width"]
 
 MAX_SECONDS = 2.0
 MAX_INT_BITS = 4096
-MAX_WIDTH = 100
+MAX_WIDTH = 1000
 # A template may handle its input dozens of times over; the constant is for what it adds itself.
 SIZE_PER_INPUT = 64
 BASE_SIZE = 4_000_000
@@ -136,5 +136,5 @@ def check_format(text: str) -> None:
 def check_width(*values: object) -> None:
     """Refuse a width, precision or count above what templates use."""
     for value in values:
-        if isinstance(value, int) and abs(value) > 1000:
+        if isinstance(value, int) and abs(value) > MAX_WIDTH:
             raise SecurityError(f"{value} is too wide")

@@ -99,12 +99,17 @@ class ChatTemplate:
         except TemplateBudgetError as error:
             raise ChatTemplateError(f"the chat template {error}") from error
         except Exception as error:  # a foreign template can fail in any way
-            raise ChatTemplateError(
-                f"the chat template failed: {type(error).__name__}: {str(error)[:200]}"
-            ) from error
+            shown = self._harmless(error)
+            raise ChatTemplateError(f"the chat template failed: {shown}") from None
         finally:
             _budget.reset(tokens[0])
             _now.reset(tokens[1])
+
+    def _harmless(self, error: Exception) -> str:
+        """What an error says, unless it may quote the messages, which errors never do."""
+        kind, text = type(error).__name__, str(error)
+        own = isinstance(error, (SecurityError, jinja2.UndefinedError))
+        return f"{kind}: {text[:200]}" if own or text in self.literals else kind
 
 
 class _Generation(Extension):
@@ -175,9 +180,17 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _SafeNamespace(Namespace):
     """jinja2's namespace without private names, which could reach the interpreter."""
 
+    # A template may pass a keyword called self.
+    def __init__(*args: Any, **kwargs: Any) -> None:  # Any: template values
+        self, *given = args
+        attributes = dict(*given, **kwargs)
+        if any(str(name).startswith("_") for name in attributes):
+            raise SecurityError("a namespace attribute may not be private")
+        Namespace.__init__(self, attributes)
+
     def __setitem__(self, name: str, value: Any) -> None:  # Any: a template's value
         if name.startswith("_"):
-            raise SecurityError(f"a namespace attribute may not be called {name!r}")
+            raise SecurityError("a namespace attribute may not be private")
         super().__setitem__(name, value)
 
 

@@ -72,6 +72,7 @@ def test_templates_may_do_what_models_ask_of_them(source: str, expected: str) ->
         "{% for m in messages %}",
         "{{ nofilter | nofilter }}",
         "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ namespace(_x=1) }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
@@ -151,3 +152,12 @@ def test_a_large_conversation_stays_within_the_budget() -> None:
     messages = [Message("user", "x" * 1000)] * 2000
     text = template.render(messages, add_generation_prompt=False, now=NOW)
     assert len(text) == 2000 * 1004
+
+
+def test_errors_show_what_the_template_says_but_never_a_message() -> None:
+    with pytest.raises(ChatTemplateError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ChatTemplateError) as caught:
+        render("{{ raise_exception('bad: ' + messages[0].content) }}")
+    assert "brief" not in str(caught.value)
+    assert caught.value.__cause__ is None
