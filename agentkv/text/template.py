@@ -26,6 +26,7 @@ from jinja2.utils import Namespace
 from ..errors import ChatTemplateError
 from ..messages import Message
 from .budget import Budget, TemplateBudgetError, check_format, check_width
+from .instrument import instrument, literals_of
 
 __all__ = ["ChatTemplate"]
 
@@ -68,8 +69,8 @@ class ChatTemplate:
         token = _budget.set(Budget(len(source)))  # jinja2 computes constant expressions right away
         try:
             tree = environment.parse(source)
-            self.literals: tuple[str, ...] = tuple(_literals_of(tree))
-            self._template = environment.from_string(_instrument(tree, environment))
+            self.literals: tuple[str, ...] = tuple(literals_of(tree))
+            self._template = environment.from_string(instrument(tree, environment))
         except Exception as error:  # a foreign template can fail in any way
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         finally:
@@ -192,49 +193,6 @@ class _SafeNamespace(Namespace):
         if name.startswith("_"):
             raise SecurityError("a namespace attribute may not be private")
         super().__setitem__(name, value)
-
-
-def _instrument(tree: nodes.Template, environment: _Environment) -> nodes.Template:
-    """Charge each turn of a loop, macro or block, and each value that a literal builds."""
-    for kind in (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block):
-        for node in tree.find_all(kind):
-            body: list[nodes.Node] = getattr(node, "body")  # noqa: B009 - all four kinds have one
-            size = sum(len(text) for part in body for text in _literals_of(part))
-            turn = nodes.EnvironmentAttribute("turn")
-            call = nodes.Call(turn, [nodes.Const(size)], [], None, None)
-            body.insert(0, nodes.ExprStmt(call))
-    _wrap_builders(tree)
-    tree.set_environment(environment)
-    tree.set_lineno(1, override=False)
-    return tree
-
-
-def _wrap_builders(node: nodes.Node) -> None:
-    for field, value in list(node.iter_fields()):
-        if isinstance(value, list):
-            setattr(node, field, [_wrapped(item) for item in value])
-        elif isinstance(value, nodes.Node):
-            setattr(node, field, _wrapped(value))
-
-
-def _wrapped(item: Any) -> Any:  # Any: node fields are nodes and plain values
-    if not isinstance(item, nodes.Node):
-        return item
-    _wrap_builders(item)
-    builds = isinstance(item, (nodes.Concat, nodes.List, nodes.Dict)) or (
-        isinstance(item, nodes.Tuple) and item.ctx == "load"
-    )
-    if not builds:
-        return item
-    return nodes.Call(nodes.EnvironmentAttribute("charge"), [item], [], None, None)
-
-
-def _literals_of(node: nodes.Node) -> list[str]:
-    found = [data.data for data in node.find_all(nodes.TemplateData)]
-    if isinstance(node, nodes.TemplateData):
-        found.append(node.data)
-    constants = [const.value for const in node.find_all(nodes.Const)]
-    return found + [value for value in constants if isinstance(value, str)]
 
 
 def _check_method(method: BuiltinMethodType, args: tuple[Any, ...]) -> tuple[Any, ...]:  # Any: t.
