@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast, dynamic_module_utils
 
 from agentkv.config import EngineConfig
 from agentkv.errors import ModelError, UnsupportedModelError, UntrustedModelError
-from agentkv.model.loader import choose_device, choose_dtype, open_model
+from agentkv.model.loader import open_model
+from agentkv.model.placement import choose_device, choose_dtype
 from agentkv.testing.byte_tokenizer import byte_tokenizer
 from agentkv.testing.tiny_files import save_folder
 from agentkv.testing.tiny_models import tiny_model
