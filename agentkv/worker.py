@@ -175,6 +175,7 @@ class Worker:
         self._inspections: set[anyio.Event] = set()
         self._refusal: Callable[[], Exception] | None = None
         self._open_error: BaseException | None = None
+        self._core: Core | None = None
         self._opened = anyio.Event()
         self._ended = anyio.Event()
         self._loop = anyio.lowlevel.current_token().native_token
@@ -211,11 +212,12 @@ class Worker:
         self._commands.put(None)
         with anyio.move_on_after(self.config.close_timeout_s, shield=True):
             await self._ended.wait()
-        if not self._ended.is_set():
+        if not self._ended.is_set() and not self.stats.quarantined_blocks:
             self._quarantine()
 
     def _quarantine(self) -> None:
-        stats = self.stats
+        # The thread is inside its step, so that the core's integers hold still.
+        stats = self.stats if self._core is None else self._core.stats()
         self.stats = msgspec.structs.replace(
             stats, used_blocks=0, quarantined_blocks=stats.used_blocks
         )
@@ -327,10 +329,11 @@ class Worker:
             self._outbox.popleft()()
         self._reap()
 
-    def _deliver(self, changed: list[Request]) -> None:
-        for request in changed:
+    def _deliver(self, changed: list[tuple[Request, Finished | Failed | None]]) -> None:
+        # The outcome as it was when the step ended: by now a later step may have set it, and it
+        # must be taken once.
+        for request, outcome in changed:
             call = self._calls.get(request)
-            outcome = request.outcome
             if isinstance(outcome, Finished) and call is None:
                 # Cancelled on the loop after it had ended on the step thread.
                 if outcome.snapshot is not None:
@@ -373,6 +376,7 @@ class Worker:
             self.runner.close()
             raise
         self.stats = core.stats()
+        self._core = core
         return core
 
     def _serve(self, core: Core) -> None:
@@ -380,7 +384,8 @@ class Worker:
             changed = core.step() if core.has_work else []
             self.stats = core.stats()
             if changed:
-                self._publish(partial(self._deliver, changed))
+                pairs = [(request, request.outcome) for request in changed]
+                self._publish(partial(self._deliver, pairs))
             if self.config.debug and not core.has_work:
                 core.check()
 
@@ -400,7 +405,7 @@ class Worker:
             core.submit(request)
         except Exception as error:
             request.outcome = Failed(error)
-            self._publish(partial(self._deliver, [request]))
+            self._publish(partial(self._deliver, [(request, request.outcome)]))
 
     def _close_core(self, core: Core) -> None:
         try:

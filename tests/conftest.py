@@ -1,0 +1,31 @@
+"""What every test shares: the three event loops, and the check that no step thread outlives one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+LOOPS = (
+    pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
+    pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
+    pytest.param(("trio", {}), id="trio"),
+)
+
+
+@pytest.fixture(params=LOOPS)
+def anyio_backend(request: pytest.FixtureRequest) -> Any:  # Any: as anyio's plugin takes it
+    """Each async test runs on asyncio, on uvloop and on trio."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_step_thread_is_left() -> Iterator[None]:
+    """A test that opens an engine also ends its thread."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "agentkv-step":
+            thread.join(timeout=10)
+            assert not thread.is_alive(), "a step thread is still running"

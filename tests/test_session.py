@@ -1,0 +1,501 @@
+"""The contract of sessions, on the witness model and on every event loop."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import anyio
+import pytest
+
+from agentkv import (
+    CheckpointError,
+    Completion,
+    ContextLengthError,
+    Engine,
+    EngineClosedError,
+    EngineConfig,
+    EngineDeadError,
+    EngineNotOpenError,
+    InvalidOptionError,
+    Message,
+    NamespaceError,
+    QueueFullError,
+    RequestError,
+    Session,
+    SessionBusyError,
+    SessionClosedError,
+    Status,
+    StepError,
+    WrongLoopError,
+)
+from agentkv.core.batch import Batch
+from agentkv.core.protocols import FatalRunnerError
+from agentkv.testing.byte_tokenizer import byte_tokenizer
+from agentkv.testing.witness import WitnessRunner, witness_reply, witness_score
+
+pytestmark = pytest.mark.anyio
+
+SYSTEM = "You are one of many agents. " * 20
+
+
+class Bench:
+    """An open engine on a witness whose hooks the test sets."""
+
+    def __init__(self, engine: Engine, runner: WitnessRunner) -> None:
+        self.engine = engine
+        self.runner = runner
+
+    async def settle(self) -> None:
+        """Wait until everything posted before has been applied."""
+        await self.engine.tree()
+        await self.engine.tree()
+
+
+def make(num_blocks: int = 512, **config: object) -> tuple[Engine, WitnessRunner]:
+    runner = WitnessRunner(num_blocks=num_blocks, tokenizer=byte_tokenizer())
+    settings = EngineConfig(debug=True, **config)  # type: ignore[arg-type]  # fields by name
+    return Engine(lambda _: runner, config=settings), runner
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    engine, runner = make(max_waiting_per_session=64)
+    async with engine:
+        yield Bench(engine, runner)
+
+
+def expected(session: Session, count: int) -> list[int]:
+    """What the witness adds to the session's ids."""
+    ids = session.token_ids
+    return witness_reply(ids[:-count], count)
+
+
+async def test_a_reply_is_the_witness_of_the_whole_conversation(bench: Bench) -> None:
+    session = bench.engine.session(system=SYSTEM)
+    for turn in range(4):
+        reply = await session.generate(f"turn {turn}", max_tokens=5)
+        assert list(reply.token_ids) == expected(session, 5)
+    assert [message.role for message in session.messages] == ["system", *["user", "assistant"] * 4]
+
+
+async def test_warming_leaves_a_turn_its_own_tokens(bench: Bench) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    warmed = len(session.token_ids)
+    reply = await session.generate("hello", max_tokens=3)
+    assert reply.usage.cached_tokens == warmed - 1
+    assert reply.usage.prefill_tokens == reply.usage.input_tokens - warmed + 1
+
+
+async def test_a_fork_answers_as_a_fresh_session(bench: Bench) -> None:
+    parent = bench.engine.session(system=SYSTEM)
+    await parent.generate("one", max_tokens=7)
+    fork = parent.fork()
+    ids = parent.token_ids
+    forked = await fork.generate("two", max_tokens=9)
+    fresh = bench.engine.session(messages=fork.token_ids[:-9], namespace="other")
+    assert (await fresh.generate(max_tokens=9)).token_ids == forked.token_ids
+    assert parent.token_ids == ids
+
+
+async def test_many_agents_prefill_one_prompt_once(bench: Bench) -> None:
+    system = "x" * 2000
+    agents = [bench.engine.session(system=system) for _ in range(32)]
+    async with anyio.create_task_group() as group:
+        for index, agent in enumerate(agents):
+            group.start_soon(agent_turn, agent, f"job {index}")
+    stats = bench.engine.stats()
+    shared = len("<im>system\n" + system)
+    own = sum(len(agent.token_ids) - shared for agent in agents)
+    assert stats.prefill_tokens <= shared + own
+    assert stats.used_blocks <= shared // 16 + 1 + sum(
+        (len(agent.token_ids) - shared) // 16 + 2 for agent in agents
+    )
+
+
+async def agent_turn(agent: Session, prompt: str) -> None:
+    await agent.generate(prompt, max_tokens=4)
+
+
+async def test_a_cancelled_turn_never_happened(bench: Bench) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    ids, messages = session.token_ids, session.messages
+    with anyio.CancelScope() as scope:
+
+        def cancel(batch: Batch) -> None:
+            loop_cancel(scope.cancel)
+
+        loop_cancel = from_thread()
+        bench.runner.after_step = cancel
+        await session.generate("never", max_tokens=4000)
+    bench.runner.after_step = lambda batch: None
+    assert scope.cancelled_caught
+    assert (session.token_ids, session.messages) == (ids, messages)
+    await bench.settle()
+    assert bench.engine.stats().running == 0
+    reply = await session.generate("after", max_tokens=4)
+    assert list(reply.token_ids) == expected(session, 4)
+
+
+def from_thread() -> Callable[[Callable[[], None]], None]:
+    """A function that runs another on this loop, from any thread."""
+    token = anyio.lowlevel.current_token().native_token
+    if hasattr(token, "run_sync_soon"):
+        return token.run_sync_soon  # type: ignore[no-any-return]  # a TrioToken
+    return token.call_soon_threadsafe  # type: ignore[attr-defined,no-any-return]  # an event loop
+
+
+async def test_a_timeout_leaves_the_session_as_it_was(bench: Bench) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    ids = session.token_ids
+    with pytest.raises(TimeoutError):
+        await session.generate("x", max_tokens=10, timeout=0)
+    assert session.token_ids == ids
+    assert session.status is Status.IDLE
+
+
+async def test_calls_on_one_session_run_in_the_order_they_first_ran(bench: Bench) -> None:
+    session = bench.engine.session(system="s")
+    started: list[int] = []
+    scopes = [anyio.CancelScope() for _ in range(50)]
+
+    async def call(index: int) -> None:
+        started.append(index)
+        with scopes[index]:
+            await session.generate(f"{index}", max_tokens=2)
+
+    async with anyio.create_task_group() as group:
+        for index in range(50):
+            group.start_soon(call, index)
+        await anyio.lowlevel.checkpoint()
+        for index in (started[20], started[30], started[49]) if len(started) == 50 else (7, 8, 9):
+            scopes[index].cancel()
+    kept = [index for index in started if not scopes[index].cancel_called]
+    said = [message.content for message in session.messages if message.role == "user"]
+    assert said == [str(index) for index in kept]
+    serial = bench.engine.session(system="s", namespace="serial")
+    for index in kept:
+        await serial.generate(f"{index}", max_tokens=2)
+    assert serial.token_ids == session.token_ids
+
+
+async def test_a_stream_read_to_its_end_commits(bench: Bench) -> None:
+    session = bench.engine.session(system=SYSTEM)
+    ids: list[int] = []
+    text = ""
+    async with session.stream("go", max_tokens=40) as stream:
+        assert session.status is Status.STREAMING
+        with pytest.raises(SessionBusyError):
+            await session.generate("no")
+        async for delta in stream:
+            ids += delta.token_ids
+            text += delta.text
+        assert (await stream.result()).text == text
+    assert ids == expected(session, 40)
+    assert session.messages[-1] == Message("assistant", text)
+
+
+async def test_a_stream_left_early_is_discarded(bench: Bench) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    ids = session.token_ids
+    async with session.stream("go", max_tokens=40) as stream:
+        async for _ in stream:
+            break
+    assert session.token_ids == ids
+    assert session.status is Status.IDLE
+    await session.generate("next", max_tokens=3)
+
+
+async def test_a_stopped_stream_keeps_what_was_sampled(bench: Bench) -> None:
+    session = bench.engine.session(system=SYSTEM)
+    async with session.stream("go", max_tokens=5000) as stream:
+        async for _ in stream:
+            break
+        done = await stream.stop()
+    assert done.finish_reason == "stopped"
+    count = len(done.token_ids)
+    assert list(done.token_ids) == expected(session, count)
+    more = await session.generate(max_tokens=5)
+    assert list(more.token_ids) == expected(session, 5)
+    assert session.messages[-1].role == "assistant"
+
+
+async def test_a_dropped_stream_lets_the_next_call_run(bench: Bench) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    ids = session.token_ids
+    stream = session.stream("go", max_tokens=50)
+    await stream.__aenter__()
+    del stream
+    gc.collect()
+    await bench.settle()
+    assert session.status is Status.IDLE
+    assert session.token_ids == ids
+    await session.generate("next", max_tokens=2)
+
+
+async def test_dropping_every_session_frees_every_block(bench: Bench) -> None:
+    sessions = [bench.engine.session(system=SYSTEM + str(n)) for n in range(5)]
+    for session in sessions:
+        await session.generate("x", max_tokens=3)
+    forks = [session.fork() for session in sessions]
+    del sessions, session
+    gc.collect()
+    await bench.settle()
+    assert bench.engine.stats().used_blocks > 0
+    del forks
+    gc.collect()
+    await bench.settle()
+    assert bench.engine.stats().used_blocks == 0
+
+
+async def test_rollback_and_adopt_move_the_conversation(bench: Bench) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    async with session.checkpoint() as mark:
+        ids = session.token_ids
+        await session.generate("x", max_tokens=3)
+        session.rollback(mark)
+        assert session.token_ids == ids
+        other = session.fork()
+        with pytest.raises(CheckpointError):
+            other.rollback(mark)
+    with pytest.raises(CheckpointError):
+        session.rollback(mark)
+    async with session.branches(3) as branches:
+        await branches[1].generate("y", max_tokens=3)
+        wanted = branches[1].token_ids
+        session.adopt(branches[1])
+    assert session.token_ids == wanted
+    assert all(branch.status is Status.CLOSED for branch in branches)
+    with pytest.raises(NamespaceError):
+        session.adopt(bench.engine.session(system="a", namespace="b"))
+
+
+async def test_siblings_draw_differently_and_a_seed_repeats(bench: Bench) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    forks = [session.fork() for _ in range(4)]
+    hot = [(await fork.generate("x", max_tokens=8, temperature=1.0)).token_ids for fork in forks]
+    assert len(set(hot)) == 4
+    seeded = [session.fork() for _ in range(2)]
+    same = {
+        (await fork.generate("x", max_tokens=8, temperature=1.0, seed=5)).token_ids
+        for fork in seeded
+    }
+    assert len(same) == 1
+
+
+async def test_samples_share_the_prompt_and_the_first_is_n_of_one(bench: Bench) -> None:
+    many = await bench.engine.generate("question " * 20, n=4, max_tokens=6, temperature=1.0, seed=3)
+    one = await bench.engine.generate("question " * 20, max_tokens=6, temperature=1.0, seed=3)
+    assert len({sample.token_ids for sample in many.samples}) == 4
+    assert many.token_ids == many.samples[0].token_ids == one.token_ids
+
+
+async def test_scores_are_log_probabilities_and_change_nothing(bench: Bench) -> None:
+    session = await bench.engine.session(messages=[1, 2, 3, 4])
+    scores = await session.score(["ab", "c"])
+    assert scores == [
+        pytest.approx(witness_score([1, 2, 3, 4], list(b"ab"))),
+        pytest.approx(witness_score([1, 2, 3, 4], list(b"c"))),
+    ]
+    assert session.token_ids == (1, 2, 3, 4)
+
+
+async def test_a_failed_step_fails_its_call_alone(bench: Bench) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    ids = session.token_ids
+
+    def explode(batch: Batch) -> None:
+        bench.runner.before_step = lambda batch: None
+        raise RuntimeError("boom")
+
+    bench.runner.before_step = explode
+    with pytest.raises(StepError) as caught:
+        await session.generate("x", max_tokens=4)
+    assert isinstance(caught.value.cause, RuntimeError)
+    assert session.token_ids == ids
+    await session.generate("y", max_tokens=4)
+
+
+async def test_a_dead_engine_tells_every_waiter_why() -> None:
+    engine, runner = make()
+    errors: list[EngineDeadError] = []
+
+    def explode(batch: Batch) -> None:
+        raise FatalRunnerError("the device is gone")
+
+    runner.before_step = explode
+
+    async def call(session: Session) -> None:
+        with pytest.raises(EngineDeadError) as caught:
+            await session.generate("x", max_tokens=4)
+        errors.append(caught.value)
+
+    async with engine:
+        async with anyio.create_task_group() as group:
+            for _ in range(5):
+                group.start_soon(call, engine.session(system=SYSTEM))
+        with pytest.raises(EngineDeadError):
+            engine.session(system="x")
+    assert len({id(error) for error in errors}) == 5
+    assert all(isinstance(error.cause, FatalRunnerError) for error in errors)
+
+
+async def test_closing_ends_every_call_and_waits_no_longer_than_told() -> None:
+    engine, runner = make(close_timeout_s=0.05)
+    hung, release = threading.Event(), threading.Event()
+
+    def hang(batch: Batch) -> None:
+        hung.set()
+        release.wait(20)
+
+    runner.before_step = hang
+    try:
+        async with engine:
+            async with anyio.create_task_group() as group:
+                group.start_soon(refused, engine.session(system=SYSTEM))
+                await anyio.to_thread.run_sync(hung.wait)
+                await engine.aclose()
+            assert engine.stats().quarantined_blocks > 0
+            await engine.aclose()
+    finally:
+        release.set()
+
+
+async def refused(session: Session) -> None:
+    with pytest.raises(EngineClosedError):
+        await session.generate("x", max_tokens=4)
+
+
+async def test_a_closed_session_says_so(bench: Bench) -> None:
+    session = bench.engine.session(system=SYSTEM)
+    await session.aclose()
+    await session.aclose()
+    for use in (session.fork, session.checkpoint, lambda: session.add("x")):
+        with pytest.raises(SessionClosedError):
+            use()
+    with pytest.raises(SessionClosedError):
+        await session.generate("x")
+
+
+async def test_an_engine_is_used_open_and_on_its_own_loop() -> None:
+    engine, _ = make()
+    with pytest.raises(EngineNotOpenError):
+        engine.session()
+    async with engine:
+        session = engine.session(system="x")
+
+        def use() -> None:
+            with pytest.raises(WrongLoopError):
+                session.fork()
+
+        await anyio.to_thread.run_sync(use)
+    with pytest.raises(EngineClosedError):
+        session.fork()
+
+
+async def test_what_can_never_fit_is_refused_at_once() -> None:
+    engine, runner = make(num_blocks=8)
+    async with engine:
+        session = engine.session(messages=[1] * 127)
+        assert (await session.generate()).finish_reason == "length"
+        for ids, count in (([1] * 128, None), ([1] * 100, 29), ([1] * 10_000, 1)):
+            steps = len(runner.batches)
+            with pytest.raises(ContextLengthError):
+                await engine.session(messages=ids).generate(max_tokens=count)
+            assert len(runner.batches) == steps
+
+
+async def test_a_full_queue_refuses() -> None:
+    engine, _ = make(max_waiting_per_session=2)
+    async with engine:
+        session = engine.session(system=SYSTEM)
+        refusals: list[QueueFullError] = []
+
+        async def call() -> None:
+            try:
+                await session.generate("x", max_tokens=20)
+            except QueueFullError as error:
+                refusals.append(error)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(6):
+                group.start_soon(call)
+        assert len(refusals) == 3
+
+
+BAD_OPTIONS: list[dict[str, object]] = [
+    {"temperature": float("nan")},
+    {"temperature": -1},
+    {"temperature": float("inf")},
+    {"temperature": True},
+    {"top_p": 0},
+    {"top_p": 1.5},
+    {"top_k": -1},
+    {"top_k": 1.0},
+    {"min_p": 2},
+    {"seed": -1},
+    {"seed": 2**64},
+    {"max_tokens": 0},
+    {"max_tokens": 10**10},
+    {"max_tokens": "5"},
+    {"min_tokens": 5, "max_tokens": 2},
+    {"presence_penalty": 3},
+    {"frequency_penalty": float("nan")},
+    {"repetition_penalty": 0},
+    {"logit_bias": {-1: 1.0}},
+    {"logit_bias": {260: 1.0}},
+    {"logit_bias": {1: float("inf")}},
+    {"top_logprobs": -1},
+    {"top_logprobs": 10**9},
+    {"logprobs": 1},
+    {"stop": ("",)},
+    {"stop": ("x",) * 1000},
+    {"stop_token_ids": (260,)},
+    {"stop_token_ids": (True,)},
+    {"ignore_eos": "yes"},
+    {"timeout": -1},
+]
+BAD_PROMPTS: list[object] = ["", [], [""], b"x", 5, {"a": 1}, [-1], [260], [2**31], [2**63]]
+BAD_PROMPTS += [[True], [1.0], ["5"], [1, Message("user", "x")], [Message("user", "x"), 1]]
+BAD_PROMPTS += [Message("robot", "x"), "\ud800"]
+
+
+async def test_bad_input_is_refused_before_a_step_runs(bench: Bench) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    ids, steps = session.token_ids, len(bench.runner.batches)
+    for options in BAD_OPTIONS:
+        with pytest.raises(InvalidOptionError):
+            await session.generate("x", **options)  # type: ignore[arg-type]  # wrong on purpose
+    for prompt in BAD_PROMPTS:
+        with pytest.raises(RequestError):
+            await session.generate(prompt)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(TypeError):
+        await session.generate("x", tools=[])  # type: ignore[call-arg]  # not there yet
+    with pytest.raises(RequestError):
+        await bench.engine.session().generate()
+    assert len(bench.runner.batches) == steps
+    assert session.token_ids == ids
+    await session.generate("good", max_tokens=2)
+
+
+async def test_usage_adds_up(bench: Bench) -> None:
+    session = bench.engine.session(system=SYSTEM)
+    replies: list[Completion] = []
+    for _ in range(3):
+        replies.append(await session.generate("x", max_tokens=4))
+        usage = replies[-1].usage
+        assert usage.input_tokens == len(session.token_ids) - 4
+        assert usage.cached_tokens + usage.prefill_tokens == usage.input_tokens
+    assert session.usage.output_tokens == 12
+    assert session.usage.input_tokens == sum(reply.usage.input_tokens for reply in replies)
+
+
+async def test_the_tree_shows_who_was_forked_from_whom(bench: Bench) -> None:
+    root = await bench.engine.session(system=SYSTEM, name="root")
+    child = root.fork(name="child")
+    await child.generate("x", max_tokens=2)
+    lines = (await bench.engine.tree()).splitlines()
+    assert "root" in lines[1]
+    assert "child" in lines[2]
+    assert "shared" in lines[2]
