@@ -98,6 +98,11 @@ def _create_buffers(model: PreTrainedModel) -> None:
         if computed:
             with torch.no_grad():
                 _owner(model, prefix)._init_weights(module)
+        for name in computed:
+            buffer = getattr(module, name)
+            if buffer.dim() == 0 and buffer.is_floating_point():
+                # Scales, which transformers makes in the model's dtype; rope's tables are not.
+                setattr(module, name, buffer.to(model.get_input_embeddings().weight.dtype))
 
 
 def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:

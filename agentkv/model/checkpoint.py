@@ -16,20 +16,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..errors import ModelError, UntrustedModelError
 from .assembly import assemble, build_empty, tensor_mismatch
 from .tokenizer_files import read_json
 
-__all__ = ["fingerprint", "open_checkpoint"]
+__all__ = ["check_folder", "fingerprint", "open_checkpoint", "weight_files"]
 
-# Families whose checkpoints hold exactly the module's own tensors. The rest may need the
-# conversions that transformers applies on loading, such as stacking the experts of a layer.
-DIRECT_TYPES = frozenset(
-    {"gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2"}
-    | {"qwen3", "smollm3", "stablelm"}
-)
 _CODE_KEYS = ("auto_map", "custom_generate")
 _KERNEL_KEYS = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 
@@ -49,10 +44,7 @@ def open_checkpoint(
         UnsupportedModelError: transformers has no causal language model for it.
         ModelError: files are missing, damaged, or contradict the config.
     """
-    settings = read_json(folder / "config.json")
-    if settings is None:
-        raise ModelError(f"{folder} has no config.json, so it is not a model folder")
-    brings_code = refuse_code(folder, settings, allow_remote_code=allow_remote_code)
+    brings_code = check_folder(folder, allow_remote_code=allow_remote_code)
     files = weight_files(folder)
     shapes = _shapes(files)
     if brings_code:
@@ -67,17 +59,26 @@ def open_checkpoint(
     return _through_transformers(folder, config, dtype, device)
 
 
-def refuse_code(folder: Path, settings: Mapping[str, Any], *, allow_remote_code: bool) -> bool:
-    """Whether the config names code to run; refused unless that is allowed. Any: JSON."""
+def check_folder(folder: Path, *, allow_remote_code: bool) -> bool:
+    """Whether the folder brings code of its own, which is refused unless it is allowed.
+
+    Raises:
+        UntrustedModelError: it does, and it is not allowed.
+        ModelError: it is no model folder, or has no weights that are read.
+    """
+    settings = read_json(folder / "config.json")
+    if settings is None:
+        others = sorted(path.name for path in folder.glob("*.gguf"))
+        hint = f"; to open {others[0]}, name that file" if others else ""
+        raise ModelError(f"{folder} has no config.json, so it is not a model folder{hint}")
     named = next(_code_names(settings), None)
-    if named is None:
-        return False
-    if not allow_remote_code:
+    if named is not None and not allow_remote_code:
         raise UntrustedModelError(
             f"{folder} wants to run code of its own ({named} in config.json); "
             "read that code, then pass allow_remote_code=True"
         )
-    return True
+    weight_files(folder)
+    return named is not None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -174,8 +175,13 @@ def _check_size(
 
 
 def _is_direct(config: PreTrainedConfig, model: PreTrainedModel) -> bool:
+    """Whether transformers would load the tensors as they are, under their own names.
+
+    Loading them directly then gives the same, without the process-wide settings (default dtype,
+    patched functions) that transformers changes while it builds a model.
+    """
     return (
-        config.model_type in DIRECT_TYPES
+        not get_model_conversion_mapping(model, add_legacy=False)
         and getattr(config, "quantization_config", None) is None
         and not model._keep_in_fp32_modules
         and not model._keep_in_fp32_modules_strict

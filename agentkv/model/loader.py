@@ -24,7 +24,7 @@ from ..config import EngineConfig, SamplingOptions
 from ..errors import ModelError
 from ..text.tokenizer import ChatTokenizer
 from .assembly import assemble, build_empty, tensor_mismatch
-from .checkpoint import fingerprint, open_checkpoint
+from .checkpoint import check_folder, fingerprint, open_checkpoint
 from .compatibility import check_evaluation_mode
 from .generation import end_token_ids, sampling_defaults
 from .gguf import GGUFFile
@@ -136,6 +136,7 @@ def _open_folder(
     report: Progress,
 ) -> LoadedModel:
     allowed = config.allow_remote_code
+    check_folder(path, allow_remote_code=allowed)
     tokenizer = given or load_tokenizer(path, allow_remote_code=allowed)
     model = open_checkpoint(
         path,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast, dynamic_module_utils
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, dynamic_module_utils
 
 from agentkv.config import EngineConfig
 from agentkv.errors import ModelError, UnsupportedModelError, UntrustedModelError
@@ -17,7 +17,7 @@ from agentkv.model.loader import open_model
 from agentkv.model.placement import choose_device, choose_dtype
 from agentkv.testing.byte_tokenizer import byte_tokenizer
 from agentkv.testing.tiny_files import save_folder
-from agentkv.testing.tiny_models import tiny_model
+from agentkv.testing.tiny_models import SERVED_FAMILIES, tiny_model
 
 CPU = EngineConfig(device="cpu", dtype="float32")
 IDS = torch.arange(20)[None]
@@ -66,6 +66,18 @@ def test_weights_come_in_the_dtype_asked_for(folder: Path) -> None:
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
     assert loaded.model.config.dtype is torch.bfloat16
     assert loaded.model.model.rotary_emb.inv_freq.dtype is torch.float32
+
+
+@pytest.mark.parametrize("family", SERVED_FAMILIES)
+def test_weights_are_those_that_transformers_loads(family: str, tmp_path: Path) -> None:
+    save_folder(tiny_model(family), tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.bfloat16)
+    ours = open_model(tmp_path, config=EngineConfig(device="cpu", dtype="bfloat16")).model
+    wanted = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+    found = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
+    assert found.keys() == wanted.keys()
+    assert all(found[name].dtype is tensor.dtype for name, tensor in wanted.items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_several_files_make_one_model(tmp_path: Path) -> None:
@@ -122,8 +134,11 @@ def test_pickled_weights_are_not_read(folder: Path) -> None:
 
 
 def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError):
-        open_model(tmp_path, config=CPU, tokenizer=byte_tokenizer())
+    with pytest.raises(ModelError, match=r"no config\.json, so it is not a model folder$"):
+        open_model(tmp_path, config=CPU)
+    (tmp_path / "m.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"to open m\.gguf, name that file"):
+        open_model(tmp_path, config=CPU)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '"text"', "[" * 100000])
