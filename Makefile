@@ -25,8 +25,6 @@ format: $(READY)
 
 bench: $(READY) $(MODEL)
 	$(BIN)/python benchmarks/session.py
-	$(BIN)/python benchmarks/heartbeat.py
-	$(BIN)/python benchmarks/sharing.py
 
 # torch comes first and alone: a range would fetch a build for GPUs of several gigabytes.
 $(READY): pyproject.toml constraints.txt
