@@ -399,6 +399,12 @@ def test_progress_is_told_stage_by_stage(folder: Path) -> None:
     assert all(0 < share <= 1 for _, share in seen)
 
 
+def test_an_old_transformers_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentkv.model.loader.transformers.__version__", "4.57.1")
+    with pytest.raises(ModelError, match=r"transformers 4\.57\.1 is installed and 5\.24 or later"):
+        open_model(folder, config=CPU)
+
+
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99", "mps", ""])
 def test_a_device_that_is_not_there_is_named(device: str) -> None:
     with pytest.raises(ModelError, match="device="):

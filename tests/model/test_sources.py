@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
+import logging
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub
@@ -18,6 +23,8 @@ from agentkv.testing.tiny_files import save_folder
 from agentkv.testing.tiny_models import tiny_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+URL_PATH = "/{repo_id}/resolve/{revision}/{filename}"
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +61,86 @@ def test_a_hub_id_opens_from_the_cache(tmp_path: Path, monkeypatch: pytest.Monke
     loaded = open_model("someone/tiny-model", config=EngineConfig(device="cpu", dtype="float32"))
     assert loaded.model.dtype is torch.float32
     assert loaded.name == "someone/tiny-model"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's protocol as one download needs, on the loopback device."""
+
+    folder: Path
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        name = self.path.split("?")[0].rsplit("/", 1)[1]
+        if self.path.startswith("/api/models/someone/tiny"):
+            files = [
+                {"rfilename": path.name, "size": path.stat().st_size}
+                for path in self.folder.iterdir()
+            ]
+            body = json.dumps({"id": "someone/tiny", "sha": COMMIT, "siblings": files}).encode()
+        elif (self.folder / name).is_file() and f"/resolve/{COMMIT}/" in self.path:
+            body = (self.folder / name).read_bytes()
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep quiet."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that a hub on this machine serves as someone/tiny."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Served", (Hub,), {"folder": folder}))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + URL_PATH
+    )
+    yield folder
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_repository_is_fetched_once_and_its_size_is_logged_first(
+    hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_folder(tiny_model("llama", num_hidden_layers=1), hub)
+    (hub / "pytorch_model.bin").write_bytes(b"pickled")
+    shares: list[float] = []
+    with caplog.at_level(logging.INFO, logger="agentkv"):
+        folder = find_source("someone/tiny", cache_dir=tmp_path / "hub", progress=shares.append)
+    assert f"fetching someone/tiny at {COMMIT}: 5 files, 0.1 MB" in caplog.text
+    assert (folder / "model.safetensors").read_bytes() == (hub / "model.safetensors").read_bytes()
+    assert not (folder / "pytorch_model.bin").exists()
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    (hub / "config.json").unlink()
+    assert find_source("someone/tiny", cache_dir=tmp_path / "hub") == folder
+
+
+def test_a_repository_that_cannot_be_fetched_is_named(hub: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="someone/other cannot be fetched from the hub"):
+        find_source("someone/other", cache_dir=tmp_path / "hub")
+    with pytest.raises(ModelError, match="someone/tiny holds no model"):
+        find_source("someone/tiny", cache_dir=tmp_path / "hub")
 
 
 def test_a_repository_that_is_not_cached_is_refused_offline(tmp_path: Path) -> None:
