@@ -79,13 +79,10 @@ def read_tokenizer(file: GGUFFile) -> TokenizerFiles:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
         )
-    template = file.metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise ModelError(f"{file.path} has a chat template that is no text")
     ids = {file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")}
     return TokenizerFiles(
         backend=backend,
-        chat_template=template,
+        chat_template=_template(file),
         special=special,
         eos_token_ids=tuple(sorted(i for i in ids if isinstance(i, int) and 0 <= i < len(tokens))),
     )
@@ -136,6 +133,13 @@ def _add_tokens(backend: Tokenizer, tokens: list[str], kinds: list[int]) -> None
     backend.add_tokens(
         [AddedToken(token, normalized=False) for token, k in marked if k == USER_DEFINED]
     )
+
+
+def _template(file: GGUFFile) -> str | None:
+    template = file.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{file.path} has a chat template that is no text")
+    return template
 
 
 def _token(file: GGUFFile, tokens: list[str], key: str) -> str | None:

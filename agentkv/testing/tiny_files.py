@@ -76,6 +76,19 @@ def save_gguf(
     for key, value in (metadata or {}).items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[type(value)](key, value)
+    _add_weights(writer, model, kind_of)
+    for name, tensor in (tensors or {}).items():
+        writer.add_tensor(name, tensor.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_weights(
+    writer: GGUFWriter, model: PreTrainedModel, kind_of: Callable[[str], GGMLQuantizationType]
+) -> None:
     heads = {
         "attn_q": model.config.num_attention_heads,
         "attn_k": model.config.num_key_value_heads,
@@ -86,18 +99,11 @@ def save_gguf(
             continue
         target = _gguf_name(name)
         part = target.split(".")[-2]
-        if architecture == "llama" and part in heads:
+        if model.config.model_type == "llama" and part in heads:
             tensor = _interleave(tensor, heads[part])
         kind = kind_of(target) if tensor.dim() > 1 else GGMLQuantizationType.F32
         raw = quantize(np.ascontiguousarray(tensor.float().numpy()), kind)
         writer.add_tensor(target, raw, raw_dtype=kind)
-    for name, tensor in (tensors or {}).items():
-        writer.add_tensor(name, tensor.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def _add_settings(writer: GGUFWriter, architecture: str, config: Any) -> None:  # Any: untyped
