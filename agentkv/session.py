@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from types import TracebackType
 from typing import Unpack
 from weakref import ReferenceType, ref
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from .config import GenerateOptions, SamplingOptions, check_number
@@ -30,6 +32,7 @@ from .messages import Completion, Message, Usage
 from .stream import Stream
 from .text import conversation as text
 from .turn import (
+    ON_LOOP_CHARS,
     Entry,
     Host,
     Prompt,
@@ -241,14 +244,21 @@ class Session:
             RequestError: there is no text, or a text has no tokens.
         """
         tokenizer = self._host.tokenizer
-        if isinstance(texts, str) or not texts:
+        if isinstance(texts, str) or not texts or not all(isinstance(t, str) for t in texts):
             raise RequestError("score takes a list of texts")
         if tokenizer is None:
             raise RequestError("score needs a tokenizer")
+        # Refused by length before anything is encoded, and encoded off the loop when long.
+        tokenizer.check_length(texts, self._host.limit * len(texts))
+        encode = partial(tokenizer.encode_continuations, list(texts))
+        if sum(map(len, texts)) <= ON_LOOP_CHARS:
+            encoded = encode()
+        else:
+            encoded = await anyio.to_thread.run_sync(encode, abandon_on_cancel=True)
         turn = await self._begin((), SamplingOptions(), reply=True)
         try:
             requests = []
-            for ids in [tokenizer.encode_continuation(t) for t in texts]:
+            for ids in encoded:
                 if not ids:
                     raise RequestError("a text to score has no tokens")
                 check_capacity(self._host, turn.plan, len(ids))

@@ -74,14 +74,8 @@ class Stream:
             self._deadline = anyio.current_time() + self._timeout
         with self._time_limit():
             self._turn = await self._begin(self)
-        if self._host.tokenizer is not None:
-            options = self._turn.options
-            self._text = ReplyText(
-                self._host.tokenizer,
-                options.stop,
-                min_tokens=options.min_tokens,
-                after=self._turn.plan.reply_context,
-            )
+        with self._discarding():
+            self._text = self._new_text(self._turn)
         return self
 
     async def __aexit__(
@@ -150,6 +144,14 @@ class Stream:
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed" if self._is_closed else "not entered"
         return f"<Stream {state}, {self._seen} tokens read>"
+
+    def _new_text(self, turn: Turn) -> ReplyText | None:
+        if self._host.tokenizer is None:
+            return None
+        options, after = turn.options, turn.plan.reply_context
+        return ReplyText(
+            self._host.tokenizer, options.stop, min_tokens=options.min_tokens, after=after
+        )
 
     def _push(self, ids: list[int]) -> str:
         if self._text is None or self._turn is None:

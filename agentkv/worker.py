@@ -270,6 +270,8 @@ class Worker:
                 answers.append((look(core), None))
             except Exception as error:
                 answers.append((None, error))
+            # What was posted before has been applied, and whoever awaits this looks next.
+            self.stats = core.stats()
             self._publish(done.set)
 
         self._inspections.add(done)
