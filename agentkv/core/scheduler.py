@@ -6,295 +6,319 @@ Decides with integers alone. The memory says what fits; the core runs what is de
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 
 from ..errors import OutOfBlocksError
 from ..kv.block_table import BlockTable
-from ..kv.memory import Copy, KVMemory
-from .sequence import Snapshot
+from ..kv.memory import KVMemory
+from .content import next_of_running, next_of_waiting
+from .plan import Plan, Span
+from .snapshots import Snapshots
 from .working import Sequence
 
 # After so many preemptions a sequence starts again only when nothing can push it out any more.
-MAX_PREEMPTIONS = 3
-# No prefill chunk is cut below this while others wait too, in tokens.
+MAX_PREEMPTIONS = 4
+# So many sequences may start before an earlier one that waits for memory; then they wait too.
+MAX_OVERTAKES = 32
+# No prefill chunk is cut below this, in tokens.
 MIN_CHUNK = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A sequence's part of a step: its KV grows from `start` to `end`."""
-
-    sequence: Sequence
-    start: int
-    end: int
-
-
-@dataclass(slots=True)
-class Plan:
-    """A step. `ready` sequences need none; the `starved` one can never get its blocks."""
-
-    spans: list[Span] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
-    ready: list[Sequence] = field(default_factory=list)
-    starved: tuple[Sequence, OutOfBlocksError] | None = None
-
-    def has(self, sequence: Sequence) -> bool:
-        """Whether the sequence runs in this step."""
-        return any(span.sequence is sequence for span in self.spans)
+# One block in so many stays available for those that run when another sequence starts.
+WATERMARK = 100
 
 
 class Scheduler:
-    """Waiting and running sequences, and the snapshots whose memory they may need."""
+    """Waiting and running sequences, both in the order of their rank.
 
-    def __init__(self, memory: KVMemory, *, batch_tokens: int, max_num_seqs: int) -> None:
+    Rank is priority, then arrival; a protected sequence comes before all. A running sequence may
+    take the memory of those behind it that have no part in the step yet, never of a protected
+    one. Protected sequences run together only if all of them fit at their longest, so the first
+    in rank always runs, and everybody's preemptions are bounded.
+    """
+
+    def __init__(
+        self, memory: KVMemory, snapshots: Snapshots, *, batch_tokens: int, max_num_seqs: int
+    ) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.snapshots: set[Snapshot] = set()
         self.num_preemptions: int = 0
-        self.num_reclaims: int = 0
-        # Counts what may change which blocks rows share, but for rows that come and go.
+        # Counts what may change the shared blocks of rows, but for rows that come and go.
         self.tree_changes: int = 0
+        self.num_prompt_tokens: int = 0
+        self.num_cached_tokens: int = 0
         self._memory = memory
+        self._snapshots = snapshots
         self._batch_tokens = batch_tokens
         self._max_num_seqs = max_num_seqs
-        self._clock = 0
+        # Blocks that running sequences still lack for the ids they have.
+        self._num_owed = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those of its priority that came before."""
-        insort(self.waiting, sequence, key=lambda queued: queued.rank)
+        insort(self.waiting, sequence, key=_rank)
+        self._snapshots.touch(sequence.request.snapshot)
 
     def remove(self, sequence: Sequence) -> BlockTable | None:
         """Forget a sequence; its table, if it had one, is the caller's."""
-        table, sequence.table = sequence.table, None
-        (self.waiting if table is None else self.running).remove(sequence)
+        table = sequence.table
+        if table is None:
+            self.waiting.remove(sequence)
+            return None
+        self.running.remove(sequence)
+        sequence.table = None
+        self._note_owed(sequence)
+        self._snapshots.unuse(sequence.request.snapshot)
         return table
-
-    def touch(self, snapshot: Snapshot) -> None:
-        """Note that a snapshot has just been used."""
-        self._clock += 1
-        snapshot.last_used = self._clock
-
-    def release(self, snapshot: Snapshot) -> None:
-        """Give up a snapshot's KV. Idempotent."""
-        self.snapshots.discard(snapshot)
-        table, snapshot.table = snapshot.table, None
-        if table is not None:
-            self._memory.release(table)
 
     def schedule(self) -> Plan:
         """Choose the spans of the next step and allocate what they write."""
-        plan = Plan()
-        chosen: set[Sequence] = set()
-        self.running.sort(key=lambda sequence: sequence.rank)
-        for sequence in list(self.running):
-            if sequence.table is not None and _is_decode(sequence):
-                if not self._grow(plan, chosen, sequence, sequence.target):
-                    if plan.starved is not None:
-                        return plan
-                    self._preempt(sequence)
-        self._schedule_prefills(plan, chosen)
-        return plan
-
-    def _schedule_prefills(self, plan: Plan, chosen: set[Sequence]) -> None:
-        budget = self._batch_tokens - len(plan.spans)
-        computing: set[Hashable] = set()
-        candidates = [sequence for sequence in self.running if sequence not in chosen]
-        candidates = sorted(candidates + self.waiting, key=lambda sequence: sequence.rank)
-        is_blocked = False
-        for at, sequence in enumerate(candidates):
-            if budget <= 0 or plan.starved is not None:
-                break
-            if sequence.table is None and is_blocked:
+        decodes = sum(sequence.is_decoding for sequence in self.running)
+        plan = Plan(self._batch_tokens - decodes)
+        order = self.running + self.waiting
+        if self.waiting:
+            order.sort(key=_rank)
+        for sequence in order:
+            if sequence in plan.preempted or sequence in plan.scheduled:
                 continue
             if sequence.table is None:
-                self._start(sequence)
-                if self._awaits(sequence, computing):
-                    self._put_back(sequence)
-                    continue
-                if not self._admit(sequence):
-                    self._put_back(sequence)
-                    is_blocked = True
-                    continue
-            elif sequence not in self.running:
-                continue
+                self._consider(plan, sequence)
+            elif sequence.is_decoding:
+                self._decode(plan, sequence)
             else:
-                self._catch_up(sequence)
-                if self._awaits(sequence, computing):
-                    continue
-            start = sequence.num_computed
-            if start >= sequence.target:
-                plan.ready.append(sequence)
-                continue
-            most = budget if at == len(candidates) - 1 else max(MIN_CHUNK, budget // 2)
-            end = min(sequence.target, start + min(most, budget))
-            computing.update(self._content_keys(sequence, end))
-            if self._grow(plan, chosen, sequence, end):
-                budget -= end - start
+                self._prefill(plan, sequence)
+        self._top_up(plan)
+        return plan
 
-    # Starting.
+    def check(self) -> None:
+        """Verify the books of the queues."""
+        assert all(sequence.table is None for sequence in self.waiting), "a waiting one holds KV"
+        assert all(sequence.table is not None for sequence in self.running), "one runs without"
+        for queue in (self.waiting, self.running):
+            assert queue == sorted(queue, key=_rank), "a queue is out of order"
+        assert self._num_owed == sum(s.num_owed for s in self.running + self.waiting)
+        assert len(self.running) <= self._max_num_seqs, "too many sequences run"
+        assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in self.running + self.waiting)
+        self._snapshots.check(Counter(s.request.snapshot for s in self.running))
 
-    def _start(self, sequence: Sequence) -> None:
-        """Give a waiting sequence a table with all the KV of its ids that exists, pinned."""
-        request, limit = sequence.request, sequence.reuse_limit
-        base = request.snapshot.table
-        if base is None:
-            table = BlockTable()
-        else:
-            table = self._memory.fork(base, min(base.num_tokens, request.keep, limit))
-        sequence.table = table
-        self._match(sequence)
+    # Running sequences.
 
-    def _match(self, sequence: Sequence) -> None:
-        assert sequence.table is not None, "only a sequence with a table can match"
-        limit = sequence.reuse_limit // self._memory.block_size
-        namespace = sequence.request.namespace
-        self._memory.match(sequence.table, namespace, sequence.block_tokens, limit)
+    def _decode(self, plan: Plan, sequence: Sequence) -> None:
+        if not self._run(plan, sequence, sequence.target) and not sequence.is_protected:
+            self._preempt(plan, sequence)
 
-    def _put_back(self, sequence: Sequence) -> None:
-        table, sequence.table = sequence.table, None
-        assert table is not None, "only a started sequence is put back"
-        self._memory.release(table)
+    def _prefill(self, plan: Plan, sequence: Sequence) -> None:
+        """Run a chunk, unless another sequence of this step computes the very block it needs."""
+        if plan.left <= 0:
+            return
+        self._catch_up(sequence)
+        remaining = sequence.target - sequence.num_computed
+        if remaining <= 0:
+            plan.ready.append(sequence)
+            return
+        key = next_of_running(self._memory, sequence)
+        if key in plan.computing:
+            return
+        # One that takes more than a whole step leaves half of it to those behind.
+        half = max(min(MIN_CHUNK, plan.left), plan.left // 2)
+        count = remaining if remaining <= plan.left else half
+        if self._run(plan, sequence, sequence.num_computed + count):
+            plan.left -= count
+            if key is not None:
+                plan.computing.add(key)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Let a started sequence run if there is room for it; reclaims idle snapshots for it."""
-        if len(self.running) >= self._max_num_seqs:
+    def _top_up(self, plan: Plan) -> None:
+        """Give what nobody behind has used back to the chunks that were cut, in order."""
+        for span in plan.spans if plan.left > 0 else ():
+            sequence = span.sequence
+            more = min(plan.left, sequence.target - span.end)
+            assert sequence.table is not None, "a sequence in a step has a table"
+            needed = self._memory.blocks_for(span.end + more) - len(sequence.table.block_ids)
+            # Nobody has to yield for it.
+            if more and needed <= self._memory.num_available:
+                if self._allocate(plan, sequence, span.end + more):
+                    span.end += more
+                    plan.left -= more
+
+    def _run(self, plan: Plan, sequence: Sequence, end: int) -> bool:
+        if not self._allocate(plan, sequence, end):
             return False
-        if self.running:
-            needed = self._needed(sequence, sequence.target) + len(self.running)
-            if any(s.num_preemptions >= MAX_PREEMPTIONS for s in (*self.running, sequence)):
-                needed = sum(self._needed(s, s.max_length) for s in (*self.running, sequence))
-            while self._memory.num_available < needed:
-                if not self._reclaim(spare=sequence.request.snapshot):
-                    return False
-        self.waiting.remove(sequence)
-        insort(self.running, sequence, key=lambda queued: queued.rank)
-        self.touch(sequence.request.snapshot)
-        if not sequence.has_started:
-            sequence.has_started = True
-            sequence.cached_tokens = sequence.num_computed
-        again = min(sequence.reach, sequence.reuse_limit) - sequence.num_computed
-        sequence.recomputed_tokens += max(0, again)
-        self.tree_changes += 1
+        plan.scheduled.add(sequence)
+        plan.spans.append(Span(sequence, sequence.num_computed, end))
         return True
-
-    def _needed(self, sequence: Sequence, length: int) -> int:
-        """Blocks to allocate at most until the KV has that length, a copy included."""
-        assert sequence.table is not None, "only a sequence with a table grows"
-        return self._memory.blocks_for(length) - len(sequence.table.block_ids) + 1
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Take over blocks that others have published since the sequence started."""
         before = sequence.num_computed
-        if before % self._memory.block_size == 0:
-            self._match(sequence)
+        self._match(sequence)
         if sequence.num_computed > before:
-            sequence.cached_tokens += sequence.num_computed - before
+            self.num_cached_tokens += sequence.note_reused(sequence.num_computed)
             self.tree_changes += 1
+            self._note_owed(sequence)
 
-    # In-flight deduplication: content is named by (namespace, parent entry, tokens).
+    def _match(self, sequence: Sequence) -> None:
+        table, request = sequence.table, sequence.request
+        assert table is not None, "only a sequence with a table can match"
+        limit = sequence.reuse_limit // self._memory.block_size
+        sequence.hint = self._memory.match(
+            table, request.namespace, sequence.block_tokens, limit, sequence.hint
+        )
 
-    def _awaits(self, sequence: Sequence, computing: set[Hashable]) -> bool:
-        """Whether the next block the sequence needs is being computed in this very step."""
-        if not computing:
+    # Waiting sequences.
+
+    def _consider(self, plan: Plan, sequence: Sequence) -> None:
+        """Start a waiting sequence and run its first chunk, if there is room for it."""
+        if plan.left <= 0 or any(s.num_overtaken >= MAX_OVERTAKES for s in plan.blocked):
+            return
+        if len(self.running) >= self._max_num_seqs and plan.blocked:
+            return
+        key = next_of_waiting(self._memory, sequence)
+        if key in plan.computing:
+            return
+        if not self._start(plan, sequence):
+            plan.blocked.append(sequence)
+            self._run_leader(plan, key)
+            return
+        for earlier in plan.blocked:
+            earlier.num_overtaken += 1
+        self._prefill(plan, sequence)
+
+    def _start(self, plan: Plan, sequence: Sequence) -> bool:
+        """Give a waiting sequence the KV of its ids that exists, and let it run if it fits."""
+        if len(self.running) >= self._max_num_seqs:
             return False
-        index = sequence.num_computed // self._memory.block_size
-        keys = self._content_keys(sequence, (index + 1) * self._memory.block_size)
-        return bool(keys) and keys[0] in computing
+        base, keep = sequence.request.snapshot.table, sequence.request.keep
+        sequence.table = table = BlockTable()
+        if base is not None:
+            length = min(base.num_tokens, keep, sequence.reuse_limit)
+            sequence.table = table = self._memory.fork(base, length)
+        self._match(sequence)
+        if not self._has_room(plan, sequence):
+            sequence.table = None
+            self._memory.release(table)
+            return False
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_rank)
+        self._snapshots.use(sequence.request.snapshot)
+        self._note_started(sequence)
+        return True
 
-    def _content_keys(self, sequence: Sequence, end: int) -> list[Hashable]:
-        """Names of the blocks, all of whose ids are known, from the first unfinished up to `end`.
-
-        The parent of the first is a published entry; each later one is named by its parent's name.
-        """
-        table, size = sequence.table, self._memory.block_size
-        assert table is not None, "only a started sequence computes blocks"
-        first = table.num_tokens // size
-        if not self._memory.has_cache or table.num_published < first:
-            return []
-        entry = self._memory.last_entry(table, table.num_tokens)
-        parent: Hashable = 0 if entry is None else entry.serial
-        keys: list[Hashable] = []
-        for index in range(first, min(self._memory.blocks_for(end), sequence.num_tokens // size)):
-            parent = (sequence.request.namespace, parent, sequence.block_tokens(index))
-            keys.append(parent)
-            parent = hash(parent)
-        return keys
+    def _run_leader(self, plan: Plan, key: Hashable | None) -> None:
+        """Run, ahead of its turn, who computes what a blocked sequence of higher rank needs."""
+        for sequence in list(self.running):
+            if key is None or sequence in plan.scheduled or sequence.is_decoding:
+                continue
+            if next_of_running(self._memory, sequence) == key:
+                self._prefill(plan, sequence)
+                return
 
     # Room.
 
-    def _grow(self, plan: Plan, chosen: set[Sequence], sequence: Sequence, end: int) -> bool:
-        """Put a span into the plan, making room for what it writes; False if there is none."""
-        table = sequence.table
-        assert table is not None, "only a sequence with a table grows"
-        start = table.num_tokens
+    def _allocate(self, plan: Plan, sequence: Sequence, end: int) -> bool:
+        """Get the blocks that a sequence writes up to `end`, at the cost of whoever must yield."""
+        assert sequence.table is not None, "only a sequence with a table grows"
         while True:
             try:
-                copy = self._memory.extend(table, end)
-            except OutOfBlocksError as error:
-                if self._make_room(chosen, sequence):
-                    continue
-                if not chosen:
-                    plan.starved = (sequence, error)
-                return False
+                copy = self._memory.extend(sequence.table, end)
+            except OutOfBlocksError:
+                if not self._make_room(plan, sequence):
+                    return False
+                continue
             break
         if copy is not None:
             plan.copies.append(copy)
             self.tree_changes += 1
-        chosen.add(sequence)
-        plan.spans.append(Span(sequence, start, end))
+        if sequence.num_owed:
+            self._note_owed(sequence)
         return True
 
-    def _make_room(self, chosen: set[Sequence], sequence: Sequence) -> bool:
-        """Free some block: an idle snapshot's, then a later sequence's, then what is left."""
-        if self._reclaim():
+    def _make_room(self, plan: Plan, sequence: Sequence) -> bool:
+        """Take an idle snapshot's KV, else a later sequence's, else a busy snapshot's tail."""
+        if self._snapshots.reclaim_idle():
             return True
         for victim in reversed(self.running):
-            if victim is sequence or victim.rank < sequence.rank:
-                break
-            if victim not in chosen:
-                self._preempt(victim)
+            if victim.rank > sequence.rank and self._can_yield(plan, victim):
+                self._preempt(plan, victim)
                 return True
-        if chosen:
-            return False
-        return self._take_over(sequence) or self._reclaim(is_desperate=True)
+        return self._snapshots.reclaim_partial()
 
-    def _reclaim(self, *, spare: Snapshot | None = None, is_desperate: bool = False) -> bool:
-        """Take the KV of the snapshot used least recently; of one that runs only in despair."""
-        busy = set() if is_desperate else {s.request.snapshot for s in self.running}
-        idle = [s for s in self.snapshots if s.table is not None and s not in busy]
-        idle = [s for s in idle if s is not spare]
-        if not idle:
+    def _has_room(self, plan: Plan, sequence: Sequence) -> bool:
+        """Whether a sequence with a table may start; makes room at the cost of lower priorities."""
+        memory, table = self._memory, sequence.table
+        assert table is not None, "the room depends on what is reused"
+        if not self._fits_protected(sequence):
             return False
-        victim = min(idle, key=lambda snapshot: snapshot.last_used)
-        table, victim.table = victim.table, None
-        assert table is not None, "chosen above for having one"
-        self._memory.release(table)
-        self.num_reclaims += 1
+        if not self.running:
+            return True
+        needed = memory.blocks_for(max(1, sequence.target)) - len(table.block_ids)
+        needed += table.num_tokens % memory.block_size != 0
+        if not sequence.is_protected:
+            needed += self._num_owed + max(1, memory.pool.num_blocks // WATERMARK)
+        if memory.num_available >= needed:
+            return True
+        victims = [s for s in self.running if self._can_yield(plan, s) and _outranks(sequence, s)]
+        if not self._could_obtain(needed, sequence, victims):
+            return False
+        while memory.num_available < needed:
+            if self._snapshots.reclaim_idle():
+                continue
+            if not victims:
+                return False
+            self._preempt(plan, victims.pop())
         return True
 
-    def _take_over(self, sequence: Sequence) -> bool:
-        """Own the partial last block, if the sequence's snapshot is its only other holder."""
-        table, base = sequence.table, sequence.request.snapshot.table
-        size = self._memory.block_size
-        if table is None or base is None or not table.num_tokens % size:
-            return False
-        at = table.num_tokens // size
-        if at != len(base.block_ids) - 1 or base.block_ids[at] != table.block_ids[at]:
-            return False
-        self._memory.truncate(base, at * size)
-        return True
+    def _could_obtain(self, needed: int, sequence: Sequence, victims: list[Sequence]) -> bool:
+        """Whether so many blocks are held neither by `sequence` nor by running ones that stay."""
+        held: set[int] = set()
+        for other in (sequence, *(s for s in self.running if s not in victims)):
+            if other.table is not None:
+                held.update(other.table.block_ids)
+        pool = self._memory.pool
+        return pool.num_blocks - pool.num_quarantined - len(held) >= needed
 
-    def _preempt(self, sequence: Sequence) -> None:
-        sequence.reach = max(sequence.reach, sequence.num_computed)
+    def _fits_protected(self, sequence: Sequence) -> bool:
+        """Whether all protected sequences fit into the pool, each at its longest."""
+        if not sequence.is_protected:
+            return True
+        together = [s.limit for s in self.running if s.is_protected] + [sequence.limit]
+        return sum(map(self._memory.blocks_for, together)) <= self._memory.pool.num_blocks
+
+    def _can_yield(self, plan: Plan, sequence: Sequence) -> bool:
+        return not sequence.is_protected and sequence not in plan.scheduled
+
+    def _preempt(self, plan: Plan, sequence: Sequence) -> None:
+        """Take a running sequence's KV and let it wait; what it computed will be recomputed."""
         table = self.remove(sequence)
         assert table is not None, "only a running sequence is preempted"
         self._memory.release(table)
-        sequence.num_preemptions += 1
+        plan.preempted.add(sequence)
         self.num_preemptions += 1
-        self.add(sequence)
+        sequence.num_preemptions += 1
+        if sequence.num_preemptions >= MAX_PREEMPTIONS:
+            sequence.is_protected = True
+            sequence.rank = (False, *sequence.rank[1:])
+        insort(self.waiting, sequence, key=_rank)
+
+    def _note_started(self, sequence: Sequence) -> None:
+        self._note_owed(sequence)
+        self.tree_changes += 1
+        self.num_cached_tokens += sequence.note_reused(sequence.num_computed)
+        sequence.num_overtaken = 0
+        if not sequence.has_started:
+            sequence.has_started = True
+            self.num_prompt_tokens += sequence.num_input
+
+    def _note_owed(self, sequence: Sequence) -> None:
+        table, owed = sequence.table, 0
+        if table is not None:
+            owed = max(0, self._memory.blocks_for(sequence.target) - len(table.block_ids))
+        self._num_owed += owed - sequence.num_owed
+        sequence.num_owed = owed
 
 
-def _is_decode(sequence: Sequence) -> bool:
-    has_sampled = bool(sequence.request.output_ids)
-    return has_sampled and sequence.target - sequence.num_computed == 1
+def _rank(sequence: Sequence) -> tuple[bool, int, int]:
+    return sequence.rank
+
+
+def _outranks(sequence: Sequence, other: Sequence) -> bool:
+    """Whether `sequence` may push `other` out in order to start, rather than wait for it."""
+    return sequence.is_protected or sequence.request.priority > other.request.priority

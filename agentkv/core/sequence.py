@@ -133,18 +133,17 @@ class Snapshot:
     """A committed conversation: its ids, and while memory allows the KV of all but the last.
 
     Immutable to everybody but the step thread, which alone reads and writes `table` (None: not
-    computed, or reclaimed), `num_computed` (the KV length that was once computed) and `last_used`.
+    computed, or reclaimed) and `num_computed` (the KV length that was once computed).
     Compared and hashed by identity.
     """
 
-    __slots__ = ("__weakref__", "ids", "last_used", "namespace", "num_computed", "table")
+    __slots__ = ("__weakref__", "ids", "namespace", "num_computed", "table")
 
     def __init__(self, ids: TokenIds, namespace: str | None = None) -> None:
         self.ids: TokenIds = ids
         self.namespace: str | None = namespace
         self.table: BlockTable | None = None
         self.num_computed: int = 0
-        self.last_used: int = 0
 
     def __repr__(self) -> str:
         return f"Snapshot(<{len(self.ids)} ids>)"
