@@ -5,6 +5,7 @@ Importable and correct where triton is missing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,7 +35,7 @@ def allocate_cache(
     """
     if torch.device(device).type == "cpu":
         shape = num_kv_heads, num_blocks + 2, block_size, head_dim
-        return torch.zeros(shape, dtype=dtype).transpose(0, 1)
+        return _lazy_zeros(shape, dtype).transpose(0, 1)
     shape = num_blocks + 2, num_kv_heads, block_size, head_dim
     return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -99,6 +100,18 @@ def copy_blocks(caches: Sequence[Tensor], copies: Sequence[tuple[int, int, int]]
     if len(targets) != len(copies) or any(src in targets for src, _, _ in copies):
         raise ValueError("a block is copied to twice, or is copied from and to")
     reference.copy_blocks(caches, copies)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose memory the system hands out when it is first touched.
+
+    torch.zeros writes all of it at once, seconds for the gigabytes that a cache may have.
+    """
+    alignment = 64
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
 
 def _check_attention(
