@@ -103,7 +103,10 @@ class Scheduler:
     # Running sequences.
 
     def _decode(self, plan: Plan, sequence: Sequence) -> None:
-        if not self._run(plan, sequence, sequence.target) and not sequence.is_protected:
+        if self._run(plan, sequence, sequence.target) or sequence.is_protected:
+            return
+        # Unless it has given up its shared tail, and computes that again.
+        if sequence.is_decoding:
             self._preempt(plan, sequence)
 
     def _prefill(self, plan: Plan, sequence: Sequence) -> None:
@@ -221,6 +224,7 @@ class Scheduler:
                 copy = self._memory.extend(sequence.table, end)
             except OutOfBlocksError:
                 if not self._make_room(plan, sequence):
+                    self._give_up_tail(sequence)
                     return False
                 continue
             break
@@ -239,7 +243,16 @@ class Scheduler:
             if victim.rank > sequence.rank and self._can_yield(plan, victim):
                 self._preempt(plan, victim)
                 return True
-        return self._snapshots.reclaim_partial()
+        return self._snapshots.reclaim_busy()
+
+    def _give_up_tail(self, sequence: Sequence) -> None:
+        """Drop a partial block that must be copied when nothing is left to copy it to."""
+        table, size = sequence.table, self._memory.block_size
+        assert table is not None, "only a sequence with a table grows"
+        if table.num_tokens % size and not self._memory.is_writable(table):
+            self._memory.truncate(table, table.num_tokens // size * size)
+            self.tree_changes += 1
+            self._note_owed(sequence)
 
     def _has_room(self, plan: Plan, sequence: Sequence) -> bool:
         """Whether a sequence with a table may start; makes room at the cost of lower priorities."""
@@ -290,6 +303,8 @@ class Scheduler:
         table = self.remove(sequence)
         assert table is not None, "only a running sequence is preempted"
         self._memory.release(table)
+        # A score is summed again from its first id.
+        sequence.score = 0.0
         plan.preempted.add(sequence)
         self.num_preemptions += 1
         sequence.num_preemptions += 1

@@ -54,19 +54,23 @@ class Snapshots:
         self.num_reclaims += 1
         return True
 
-    def reclaim_partial(self) -> bool:
-        """Take the partial last block of a busy snapshot; False if none has one.
+    def reclaim_busy(self) -> bool:
+        """Take KV of a busy snapshot, a partial last block first; False if none has any.
 
-        Whoever runs from it holds or has copied the block already, and a turn that is discarded
-        computes these few tokens again.
+        Whoever runs from it holds or has copied what it needs. A turn that is discarded computes
+        again what was taken.
         """
-        for snapshot in self._busy:
+        held = [snapshot for snapshot in self._busy if snapshot.table is not None]
+        size = self._memory.block_size
+        for snapshot in held:
             table = snapshot.table
-            if table is not None and table.num_tokens % self._memory.block_size:
-                full = table.num_tokens // self._memory.block_size
-                self._memory.truncate(table, full * self._memory.block_size)
+            if table is not None and table.num_tokens % size:
+                self._memory.truncate(table, table.num_tokens // size * size)
                 return True
-        return False
+        if held:
+            self._drop_table(held[0])
+            self.num_reclaims += 1
+        return bool(held)
 
     def check(self, running: Counter[Snapshot]) -> None:
         """Verify the books, given how many running sequences started from each snapshot."""

@@ -114,7 +114,7 @@ class KVMemory:
         """
         pool, block_ids = self.pool, table.block_ids
         at = table.num_tokens // self.block_size
-        must_copy = at < len(block_ids) and not self._is_own(block_ids[at])
+        must_copy = not self.is_writable(table)
         count = max(0, self.blocks_for(end) - len(block_ids)) + must_copy
         if not count:
             return None
@@ -127,6 +127,14 @@ class KVMemory:
         src, block_ids[at] = block_ids[at], fresh[0]
         block_ids.extend(fresh[1:])
         return Copy(src, fresh[0], table.num_tokens % self.block_size)
+
+    def is_writable(self, table: BlockTable) -> bool:
+        """Whether the slot after the last token may be written without a copy."""
+        at = table.num_tokens // self.block_size
+        if at >= len(table.block_ids):
+            return True
+        block = table.block_ids[at]
+        return self.pool.ref_counts[block] == 1 and not self.pool.is_retained[block]
 
     def commit(
         self, table: BlockTable, end: int, namespace: str | None, block_tokens: BlockTokens
@@ -176,9 +184,6 @@ class KVMemory:
                 entry = self.cache.entry_of(block)
                 assert entry.parent is parent, f"block {block} of a table is not its chain's next"
                 parent = entry
-
-    def _is_own(self, block: int) -> bool:
-        return self.pool.ref_counts[block] == 1 and not self.pool.is_retained[block]
 
     def _set_length(self, table: BlockTable, num_tokens: int) -> None:
         self.logical_tokens += num_tokens - table.num_tokens

@@ -68,11 +68,11 @@ class PrefixCache:
     ) -> Entry | None:
         """The deepest entry, at most `limit` blocks deep, whose chain holds these tokens.
 
-        `block_tokens(i)` gives the tokens of block i. `start`, which may have been evicted, is an
-        entry of the same conversation to begin at. Pins nothing: the answer holds until the next
-        operation on the pool.
+        `block_tokens(i)` gives the tokens of block i. `start`, which may have been evicted or lie
+        deeper, is an entry of the same conversation to begin at. Pins nothing: the answer holds
+        until the next operation on the pool.
         """
-        while start is not None and not start.is_live:
+        while start is not None and not (start.is_live and start.depth <= limit):
             start = start.parent
         entry = start
         depth = 0 if entry is None else entry.depth

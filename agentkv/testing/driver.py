@@ -73,6 +73,11 @@ class CoreDriver:
         config = EngineConfig(**settings)
         self.core: Core = Core(self.runner, config, hash_fn=hash_fn, pool=pool)
 
+    @property
+    def capacity(self) -> int:
+        """The most ids that one request may have, input and output together."""
+        return self.core._capacity
+
     def submit(
         self,
         base: Snapshot | None,
@@ -127,7 +132,7 @@ class CoreDriver:
         count = request.max_new_tokens
         return witness_reply(
             turn.ids,
-            self.core._capacity - len(turn.ids) if count is None else count,
+            self.capacity - len(turn.ids) if count is None else count,
             vocab_size=self.runner.info.vocab_size,
             stop_token_ids=tuple(sorted(request.stop_token_ids)),
             key=None if is_greedy else request.key,

@@ -92,10 +92,15 @@ def witness_reply(
     chosen = SamplingOptions() if options is None else options
     chosen = msgspec.structs.replace(chosen, temperature=0.0 if key is None else 1.0)
     known, first = [int(token_id) for token_id in ids], len(ids)
+    chain, digest = _last_of(known)
     while len(known) < first + max_tokens:
         spec = _spec(known, first, chosen, tuple(stop_token_ids), key)
-        known.append(choose(int(_digests_of(known)[-1]), spec, vocab_size))
-        if known[-1] in stop_token_ids:
+        token_id = choose(digest, spec, vocab_size)
+        mixed = (token_id * _STRIDE + _mix_one(len(known))) & _MASK
+        chain = (chain + _mix_one(mixed)) & _MASK
+        digest = (digest + _mix_one(mixed ^ _mix_one(chain))) & _MASK
+        known.append(token_id)
+        if token_id in stop_token_ids:
             break
     return known[first:]
 
@@ -110,6 +115,12 @@ def witness_score(ids: Sequence[int], continuation: Sequence[int]) -> float:
 def _digests_of(ids: Sequence[int]) -> Digests:
     tokens, positions = np.array(ids, dtype=np.int64), np.arange(len(ids))
     return digests(tokens, positions, chains(tokens, positions))
+
+
+def _last_of(ids: list[int]) -> tuple[int, int]:
+    tokens, positions = np.array(ids, dtype=np.int64), np.arange(len(ids))
+    known = chains(tokens, positions)
+    return int(known[-1]), int(digests(tokens, positions, known)[-1])
 
 
 def _spec(

@@ -1,0 +1,280 @@
+"""Faults at every point: nothing leaks, nobody else's answer changes, and somebody always runs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentkv.config import SamplingOptions
+from agentkv.core.batch import Batch, RowResult
+from agentkv.core.protocols import FatalRunnerError
+from agentkv.core.sequence import Finished, Request, Snapshot, TokenIds
+from agentkv.errors import (
+    ContextLengthError,
+    NamespaceError,
+    OutOfBlocksError,
+    RequestError,
+    StepError,
+)
+from agentkv.kv.block_pool import BlockPool
+from agentkv.testing.driver import CoreDriver, Turn
+
+PROMPT = [3 * at % 251 for at in range(39)]
+
+
+class FaultyPool(BlockPool):
+    """Refuses the k-th allocation, and all later ones too if `for_ever`."""
+
+    def __init__(self, num_blocks: int, k: int, *, for_ever: bool) -> None:
+        super().__init__(num_blocks)
+        self.num_calls = 0
+        self._k = k
+        self._for_ever = for_ever
+
+    def allocate(self, count: int) -> list[int]:
+        self.num_calls += 1
+        if self.num_calls == self._k or (self._for_ever and self.num_calls > self._k):
+            raise OutOfBlocksError(count, 0)
+        return super().allocate(count)
+
+
+def scenario(driver: CoreDriver) -> list[Turn]:
+    """A warm conversation, three forks of it in different states, a stranger."""
+    warm = driver.submit(None, PROMPT, kind="warm")
+    driver.run()
+    base = warm.request.outcome
+    if not isinstance(base, Finished) or base.snapshot is None:
+        return [warm]
+    turns = [driver.submit(base.snapshot, [5] * at, count=9) for at in range(3)]
+    turns.append(driver.submit(None, PROMPT[:9], count=5))
+    turns.append(driver.submit(base.snapshot, [7], kind="score", score_ids=[1, 2, 3]))
+    driver.run()
+    return [warm, *turns]
+
+
+def settle(driver: CoreDriver, turns: list[Turn]) -> int:
+    """Verify what finished, release everything; how many turns failed."""
+    failed = 0
+    held: list[Snapshot] = []
+    for turn in turns:
+        if isinstance(turn.request.outcome, Finished):
+            driver.verify(turn)
+            if turn.finished.snapshot is not None:
+                held.append(turn.finished.snapshot)
+        else:
+            assert isinstance(turn.error, StepError)
+            failed += 1
+    driver.verify_idle(held)
+    return failed
+
+
+def test_the_kth_allocation_may_fail_once_for_every_k() -> None:
+    for k in range(1, 60):
+        pool = FaultyPool(24, k, for_ever=False)
+        driver = CoreDriver(num_blocks=24, pool=pool)
+        assert settle(driver, scenario(driver)) == 0
+        if pool.num_calls < k:
+            break
+    assert k > 12
+
+
+def test_the_kth_allocation_may_fail_for_ever_for_every_k() -> None:
+    for k in range(1, 60):
+        pool = FaultyPool(24, k, for_ever=True)
+        driver = CoreDriver(num_blocks=24, pool=pool)
+        failed = settle(driver, scenario(driver))
+        if pool.num_calls < k:
+            assert not failed
+            break
+    assert k > 12
+
+
+@pytest.mark.parametrize("point", ["before_step", "after_copy", "after_write", "after_step"])
+def test_any_step_may_fail_at_any_point(point: str) -> None:
+    for k in range(1, 40):
+        driver = CoreDriver(num_blocks=40)
+        calls = [0]
+
+        def explode(batch: Batch, calls: list[int] = calls, k: int = k) -> None:
+            calls[0] += 1
+            if calls[0] == k:
+                raise RuntimeError("on purpose")
+
+        setattr(driver.runner, point, explode)
+        settle(driver, scenario(driver))
+        if calls[0] < k:
+            break
+    assert k > 1
+
+
+def test_a_turn_may_be_cancelled_after_any_step() -> None:
+    for after in range(14):
+        driver = CoreDriver(num_blocks=40)
+        doomed = driver.submit(None, PROMPT, count=9)
+        other = driver.submit(None, [*PROMPT, 1], count=9, priority=-1)
+        for _ in range(after):
+            driver.step()
+        was_done = doomed.request.outcome
+        driver.core.cancel(doomed.request)
+        driver.check()
+        driver.run()
+        assert doomed.request.outcome is was_done
+        driver.verify(other)
+        held = [other.snapshot, *([doomed.snapshot] if was_done else [])]
+        driver.verify_idle(held)
+
+
+def test_a_second_failing_step_in_a_row_ends_the_engine() -> None:
+    driver = CoreDriver()
+
+    def explode(batch: Batch) -> None:
+        raise RuntimeError("on purpose")
+
+    driver.runner.before_step = explode
+    turns = [driver.submit(None, [at], count=3) for at in range(2)]
+    driver.step()
+    assert turns[0].error is not turns[1].error
+    again = driver.submit(None, [1])
+    with pytest.raises(StepError, match="two steps in a row"):
+        driver.core.step()
+    assert isinstance(again.error, StepError)
+    driver.check()
+    assert driver.core.stats().used_blocks == 0
+
+
+@pytest.mark.parametrize("error", [FatalRunnerError("the device is lost"), KeyboardInterrupt()])
+def test_what_cannot_be_contained_leaves_the_step(error: BaseException) -> None:
+    driver = CoreDriver()
+
+    def explode(batch: Batch) -> None:
+        raise error
+
+    driver.runner.before_step = explode
+    turn = driver.submit(None, [1, 2])
+    with pytest.raises(type(error)):
+        driver.core.step()
+    assert isinstance(turn.error, StepError)
+    assert turn.error.cause is error
+
+
+def test_results_that_do_not_fit_the_rows_fail_them() -> None:
+    driver = CoreDriver()
+    honest = driver.runner.execute
+    driver.runner.execute = lambda batch: honest(batch)[1:]  # type: ignore[method-assign]  # a liar
+    wrong_count = driver.submit(None, [1])
+    driver.step()
+    driver.runner.execute = lambda batch: [RowResult(token_id=260)]  # type: ignore[method-assign]
+    wrong_token = driver.submit(None, [1])
+    driver.step()
+    assert "1 rows gave 0 results" in str(getattr(wrong_count.error, "cause", ""))
+    assert "no token of the vocabulary" in str(wrong_token.error)
+    driver.verify_idle()
+
+
+class Broken:
+    """A stop rule and constraint that raises where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def mask(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        if self.where == "mask":
+            raise RuntimeError("on purpose")
+        return np.ones(260, dtype=np.bool_)
+
+    def accept(self, token_id: int) -> bool:
+        raise RuntimeError("on purpose")
+
+    def copy(self) -> Broken:
+        return Broken(self.where)
+
+
+@pytest.mark.parametrize("where", ["mask", "accept", "stop"])
+def test_a_failing_rule_fails_its_own_request(where: str) -> None:
+    driver = CoreDriver()
+    rule = Broken(where)
+    rules: dict[str, Any] = {"stop" if where == "stop" else "constraint": rule}
+    bad = driver.submit(None, PROMPT, **rules)
+    good = driver.submit(None, PROMPT, count=6)
+    driver.run()
+    assert isinstance(bad.error, StepError)
+    assert isinstance(bad.error.cause, RuntimeError)
+    driver.verify(good)
+    driver.verify_idle([good.snapshot])
+
+
+def test_a_step_that_hangs_can_be_given_up() -> None:
+    driver = CoreDriver()
+    entered, leave = threading.Event(), threading.Event()
+
+    def hang(batch: Batch) -> None:
+        entered.set()
+        leave.wait(10)
+
+    driver.runner.before_step = hang
+    turn = driver.submit(None, PROMPT)
+    thread = threading.Thread(target=driver.core.step)
+    thread.start()
+    assert entered.wait(10)
+    named = driver.core.quarantine()
+    assert len(named) == 10
+    assert driver.core.stats().quarantined_blocks == 10
+    driver.core.check()
+    leave.set()
+    thread.join(10)
+    assert turn.request.outcome is None
+    assert driver.core.stats().used_blocks == 0
+    driver.core.check()
+    assert driver.core.quarantine() == ()
+
+
+def test_what_can_never_be_served_is_refused_at_submit() -> None:
+    driver = CoreDriver(num_blocks=8)
+    for count, size in ((None, 32), (1, 32), (20, 13)):
+        with pytest.raises(ContextLengthError):
+            driver.submit(None, [1] * size, count=count)
+    for ids in ([], [-1], [260]):
+        with pytest.raises(RequestError):
+            driver.submit(None, ids)
+    small = driver.submit(None, [1] * 12, count=20)
+    with pytest.raises(NamespaceError):
+        driver.core.submit(Request(Snapshot(TokenIds([1]), "a"), [2], namespace="b"))
+    driver.run()
+    driver.verify(small)
+
+
+def test_a_lone_turn_takes_back_what_its_long_conversation_holds() -> None:
+    driver = CoreDriver(num_blocks=8, block_size=2, prefix_cache=False)
+    first = driver.submit(None, [1, 0] * 6, count=2)
+    driver.run()
+    turn = driver.submit(first.snapshot, [1] * 10, keep=1, count=5)
+    driver.run()
+    driver.verify(turn)
+
+
+def test_a_turn_in_a_full_pool_gives_up_a_tail_it_cannot_copy() -> None:
+    driver = CoreDriver(num_blocks=8, block_size=2)
+    first = driver.submit(None, list(range(9)), count=1)
+    driver.run()
+    turn = driver.submit(first.snapshot, [1] * 10, keep=5, count=1)
+    driver.core.release(first.snapshot)
+    driver.run()
+    driver.verify(turn)
+
+
+def test_preempted_scores_and_samples_equal_those_of_a_huge_pool() -> None:
+    for num_blocks in (14, 400):
+        driver = CoreDriver(num_blocks=num_blocks, max_num_seqs=8)
+        options = SamplingOptions(temperature=1.0, presence_penalty=0.5)
+        turns = [
+            driver.submit(None, [at] * 11, count=24, options=options, key=(at, 1))
+            for at in range(5)
+        ]
+        turns.append(driver.submit(None, [9] * 5, kind="score", score_ids=[4] * 30))
+        driver.run()
+        for turn in turns:
+            driver.verify(turn)
+        assert (driver.core.stats().preemptions > 0) == (num_blocks == 14)
