@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
-import msgspec
 
 from .config import EngineConfig
 from .core.batch import ModelInfo
@@ -216,15 +215,14 @@ class Worker:
             self._quarantine()
 
     def _quarantine(self) -> None:
-        # The thread is inside its step, so that the core's integers hold still.
-        stats = self.stats if self._core is None else self._core.stats()
-        self.stats = msgspec.structs.replace(
-            stats, used_blocks=0, quarantined_blocks=stats.used_blocks
-        )
+        block_ids: tuple[int, ...] = ()
+        if self._core is not None:
+            block_ids = self._core.quarantine()
+            self.stats = self._core.stats()
         _logger.warning(
-            "a step did not return within close_timeout_s=%g; its thread keeps %d KV blocks",
+            "a step did not return within close_timeout_s=%g; its thread keeps KV blocks %s",
             self.config.close_timeout_s,
-            stats.used_blocks,
+            list(block_ids),
         )
 
     # What the loop asks for.

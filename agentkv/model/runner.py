@@ -79,6 +79,7 @@ class ModelRunner:
             eos_token_ids=tuple(eos_token_ids),
             identity=identity,
             default_options=default_options or SamplingOptions(),
+            is_cpu=model.device.type == "cpu",
         )
 
     @property
