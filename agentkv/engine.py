@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
@@ -111,17 +110,12 @@ class Engine:
             raise
         tokenizer = self._tokenizer or getattr(runner, "tokenizer", None)
         info = runner.info
-        limit = min(info.max_context, info.num_blocks * info.block_size)
+        limit = info.capacity(self._config.max_context)
         self._host = Host(self._worker, tokenizer, info, self._config, limit)
         self._life = _Life.OPEN
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

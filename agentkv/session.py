@@ -11,12 +11,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from types import TracebackType
 from typing import Unpack
 from weakref import ReferenceType, ref
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from .config import GenerateOptions, SamplingOptions, check_number
@@ -32,7 +30,6 @@ from .messages import Completion, Message, Usage
 from .stream import Stream
 from .text import conversation as text
 from .turn import (
-    ON_LOOP_CHARS,
     Entry,
     Host,
     Prompt,
@@ -42,6 +39,7 @@ from .turn import (
     check_capacity,
     complete,
     derive_key,
+    handle_text,
     parse_options,
     plan_turn,
     to_entries,
@@ -82,12 +80,7 @@ class Checkpoint:
     async def __aenter__(self) -> Checkpoint:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
@@ -251,28 +244,23 @@ class Session:
         # Refused by length before anything is encoded, and encoded off the loop when long.
         tokenizer.check_length(texts, self._host.limit * len(texts))
         encode = partial(tokenizer.encode_continuations, list(texts))
-        if sum(map(len, texts)) <= ON_LOOP_CHARS:
-            encoded = encode()
-        else:
-            encoded = await anyio.to_thread.run_sync(encode, abandon_on_cancel=True)
+        encoded = await handle_text(encode, sum(map(len, texts)))
+        if not all(encoded):
+            raise RequestError("a text to score has no tokens")
         turn = await self._begin((), SamplingOptions(), reply=True)
         try:
-            requests = []
-            for ids in encoded:
-                if not ids:
-                    raise RequestError("a text to score has no tokens")
-                check_capacity(self._host, turn.plan, len(ids))
-                snapshot = self._state.snapshot
-                requests.append(
-                    build_request(
-                        self._host,
-                        snapshot,
-                        turn,
-                        kind="score",
-                        priority=self._priority,
-                        score_ids=ids,
-                    )
+            check_capacity(self._host, turn.plan, max(map(len, encoded)))
+            requests = [
+                build_request(
+                    self._host,
+                    self._state.snapshot,
+                    turn,
+                    kind="score",
+                    priority=self._priority,
+                    score_ids=ids,
                 )
+                for ids in encoded
+            ]
             turn.calls = self._host.worker.submit(requests)
             scores = []
             for call in turn.calls:
@@ -353,12 +341,7 @@ class Session:
     async def __aenter__(self) -> Session:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._close()
 
     def __del__(self) -> None:

@@ -78,12 +78,7 @@ class Stream:
             self._text = self._new_text(self._turn)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._close()
 
     def __aiter__(self) -> Stream:

@@ -19,9 +19,8 @@ async def draw_tree(host: Host) -> str:
     """
     sessions = [session for session in host.sessions.values() if isinstance(session, Session)]
     snapshots = [session._state.snapshot for session in sessions]
-    tables = await host.worker.inspect(
-        lambda core: [() if s.table is None else tuple(s.table.block_ids) for s in snapshots]
-    )
+    described = await host.worker.inspect(lambda core: core.describe(snapshots))
+    tables = [block_ids for block_ids, _ in described]
     holders = Counter(block for table in tables for block in table)
     known = {session.id for session in sessions}
     children: dict[str | None, list[int]] = {}

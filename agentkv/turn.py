@@ -6,9 +6,9 @@ Owns no session state: what a turn leads to is handed back, and the session comm
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
@@ -24,6 +24,7 @@ from .text.stopping import ReplyText, StopMatcher
 from .text.tokenizer import ChatTokenizer
 from .worker import Call, Finished, ModelInfo, Request, Snapshot, Worker
 
+T = TypeVar("T")
 Prompt = str | Message | Sequence[Message] | Sequence[int]
 Entry = Message | tuple[int, ...]
 
@@ -148,9 +149,14 @@ async def plan_turn(
             vocab_size=host.info.vocab_size,
         )
 
-    if size <= ON_LOOP_CHARS:
-        return run()
-    return await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+    return await handle_text(run, size)
+
+
+async def handle_text(work: Callable[[], T], num_chars: int) -> T:
+    """The result of `work`, which handles so much text; off the loop when that is long."""
+    if num_chars <= ON_LOOP_CHARS:
+        return work()
+    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
 
 
 def check_capacity(host: Host, plan: TurnPlan, max_tokens: int | None, *, rows: int = 1) -> int:
@@ -165,7 +171,7 @@ def check_capacity(host: Host, plan: TurnPlan, max_tokens: int | None, *, rows: 
         raise ContextLengthError(prompt + (max_tokens or 1), host.limit)
     size = host.info.block_size
     shared, rest = divmod(prompt, size)
-    own = (host.info.num_blocks - shared) // rows if rows > 1 else host.info.num_blocks - shared
+    own = (host.info.num_blocks - shared) // rows
     room = min(host.limit - prompt, own * size - rest)
     if room < (max_tokens or 1):
         needed = shared + rows * -(-(rest + (max_tokens or 1)) // size)

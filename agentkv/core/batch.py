@@ -135,3 +135,10 @@ class ModelInfo:
     identity: str = ""
     default_options: SamplingOptions = field(default_factory=SamplingOptions)
     is_cpu: bool = True
+
+    def capacity(self, max_context: int | None) -> int:
+        """Tokens that one request may have, input and output together, if the user also sets
+        `max_context`: no more than the context or the whole pool.
+        """
+        limit = min(self.max_context, self.num_blocks * self.block_size)
+        return limit if max_context is None else min(limit, max_context)

@@ -58,12 +58,7 @@ class Core:
             max_num_seqs=config.max_num_seqs,
         )
         self._execution = Execution(runner, shares_attention=config.share_attention)
-        # In tokens: what one request may have, input and output together.
-        self._capacity = min(
-            info.max_context if config.max_context is None else config.max_context,
-            info.max_context,
-            info.num_blocks * info.block_size,
-        )
+        self._capacity = info.capacity(config.max_context)
         self._sequences: dict[Request, Sequence] = {}
         self._changed: list[Request] = []
         self._num_submitted = 0

@@ -7,13 +7,13 @@ pair of 64-bit ints: the first is Philox's key, the second half of its counter, 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 Key = tuple[int, int]
+Words = npt.NDArray[np.uint64]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -32,16 +32,6 @@ def uniforms(keys: Sequence[Key], positions: Sequence[int]) -> npt.NDArray[np.fl
     counters = np.array(positions, dtype=np.uint64)
     block = philox(_split(counters) + _split(words[:, 1]), _split(words[:, 0]))
     return ((block[0] >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)).astype(np.float32)
-
-
-def derive_key(key: Key, ordinal: int) -> Key:
-    """The key of the `ordinal`-th child of `key`: repeatable, and unrelated to its siblings."""
-    message = b"".join(word.to_bytes(8, "little") for word in (*key, ordinal))
-    digest = hashlib.blake2b(message, digest_size=16, person=b"agentkv-key").digest()
-    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-
-
-Words = npt.NDArray[np.uint64]
 
 
 def philox(counter: tuple[Words, ...], key: tuple[Words, ...]) -> tuple[Words, ...]:

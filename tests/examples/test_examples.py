@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from pathlib import Path
 
@@ -29,5 +30,7 @@ async def test_example_runs_and_leaves_no_session(
     runner = WitnessRunner(num_blocks=512, vocab_size=tokenizer.vocab_size, max_context=4096)
     async with Engine(lambda config: runner, tokenizer=tokenizer) as engine:
         await module.main(engine)
+        gc.collect()
+        assert "0 sessions" in await engine.tree()
     assert capsys.readouterr().out.strip()
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
