@@ -102,7 +102,7 @@ class Engine:
     async def __aenter__(self) -> Engine:
         if self._life is not _Life.NEW:
             raise EngineClosedError(f"an engine is opened once, and this one is {self._life.value}")
-        self._worker = Worker(self._open_runner, self._config)
+        self._worker = self._make_worker()
         try:
             runner = await self._worker.open()
         except BaseException:
@@ -207,6 +207,9 @@ class Engine:
     def __repr__(self) -> str:
         name = "" if self._host is None else f" {self._host.info.name}"
         return f"<Engine{name}, {self._life.value}>"
+
+    def _make_worker(self) -> Worker:
+        return Worker(self._open_runner, self._config)
 
     def _opened(self) -> Host:
         if self._life is _Life.CLOSED and self._host is None:

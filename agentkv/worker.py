@@ -2,7 +2,8 @@
 
 The loop posts commands; the step thread applies them between steps, runs steps and wakes the loop
 once a step. A `Call` follows one request on the loop; a `Lease` is one handle's hold on a snapshot.
-Only `Worker._run` and the private functions it calls run on the step thread.
+Only `Worker._run` and the private functions it calls run on the step thread; `agentkv.testing` runs
+them between the ticks of the loop instead.
 """
 
 from __future__ import annotations
@@ -178,13 +179,12 @@ class Worker:
         self._opened = anyio.Event()
         self._ended = anyio.Event()
         self._loop = anyio.lowlevel.current_token().native_token
-        self._thread = threading.Thread(target=self._run, name="agentkv-step", daemon=True)
 
     # Life.
 
     async def open(self) -> Runner:
         """Start the thread and wait for its runner; a failure to open is raised here."""
-        self._thread.start()
+        self._start()
         try:
             await self._opened.wait()
         except BaseException:
@@ -352,26 +352,40 @@ class Worker:
 
     # The step thread.
 
+    def _start(self) -> None:
+        threading.Thread(target=self._run, name="agentkv-step", daemon=True).start()
+
     def _run(self) -> None:
+        core = self._begin()
+        while core is not None and self._turn(core):
+            pass
+
+    def _begin(self) -> Core | None:
         try:
             core = self._open_core()
         except BaseException as error:
             self._open_error = error
             self._publish(self._opened.set, self._ended.set)
-            return
+            return None
+        self._publish(self._opened.set)
+        return core
+
+    def _turn(self, core: Core) -> bool:
+        """Apply what was posted and run a step; False once the thread's work has ended."""
         try:
-            self._publish(self._opened.set)
-            self._serve(core)
+            if self._apply(core):
+                self._step(core)
+                return True
         except BaseException as error:
             self._publish(partial(self._die, error))
-        finally:
-            self._close_core(core)
-            self._publish(self._ended.set)
+        self._close_core(core)
+        self._publish(self._ended.set)
+        return False
 
     def _open_core(self) -> Core:
         self.runner = self._open_runner(self.config)
         try:
-            core = Core(self.runner, self.config)
+            core = self._make_core(self.runner)
         except BaseException:
             self.runner.close()
             raise
@@ -379,15 +393,17 @@ class Worker:
         self._core = core
         return core
 
-    def _serve(self, core: Core) -> None:
-        while self._apply(core):
-            changed = core.step() if core.has_work else []
-            self.stats = core.stats()
-            if changed:
-                pairs = [(request, request.outcome) for request in changed]
-                self._publish(partial(self._deliver, pairs))
-            if self.config.debug and not core.has_work:
-                core.check()
+    def _make_core(self, runner: Runner) -> Core:
+        return Core(runner, self.config)
+
+    def _step(self, core: Core) -> None:
+        changed = core.step() if core.has_work else []
+        self.stats = core.stats()
+        if changed:
+            pairs = [(request, request.outcome) for request in changed]
+            self._publish(partial(self._deliver, pairs))
+        if self.config.debug and not core.has_work:
+            core.check()
 
     def _apply(self, core: Core) -> bool:
         """Apply every posted command, waiting for one when there is no work; False to end."""
