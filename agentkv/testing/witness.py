@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,14 @@ __all__ = ["WitnessRunner", "witness_reply", "witness_score"]
 Hook = Callable[[Batch], None]
 
 UNWRITTEN = -1
+
+
+class Reading(NamedTuple):
+    """What a row read back from the slots of its positions, from the first to its last."""
+
+    tokens: Integers
+    positions: Integers
+    chains: Digests
 
 
 class WitnessRunner:
@@ -152,7 +161,11 @@ class WitnessRunner:
         assert (positions == np.arange(row.end)).all(), f"sequence {row.seq_id} reads others' slots"
         if row.seq_id in self.nan_rows:
             return RowResult(error="the model gave logits that are not finite")
-        known = digests(tokens, positions, self._chains[slots])
+        return self._draw(row, Reading(tokens, positions, self._chains[slots]))
+
+    def _draw(self, row: Row, reading: Reading) -> RowResult:
+        """The answer to a row that read `reading`, which has been checked."""
+        known = digests(*reading)
         targets = tuple(
             logprob(int(known[row.start + offset]), token_id) for offset, token_id in row.targets
         )

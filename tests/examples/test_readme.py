@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, on the witness model."""
+"""The Python of the README and of docs/ runs as it stands, without weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from agentkv.testing.byte_tokenizer import byte_tokenizer
 from agentkv.testing.witness import WitnessRunner
 
 README = Path(__file__).parents[2] / "README.md"
+SNIPPETS = [
+    pytest.param(page, snippet, id=f"{page.name}-{at}")
+    for page in sorted((README.parent / "docs").glob("*.md"))
+    for at, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
 
 
 @pytest.mark.anyio
@@ -27,3 +32,8 @@ async def test_readme_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     async with Engine(lambda config: runner, tokenizer=tokenizer) as engine:
         await names["main"](engine)
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
+def test_docs_python_runs(page: Path, snippet: str) -> None:
+    exec(compile(snippet, str(page), "exec"), {"__name__": "docs"})
