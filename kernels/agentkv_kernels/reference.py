@@ -143,8 +143,9 @@ def tiled_attention(
     out = query.new_full((num_tokens, num_q_heads, v_cache.shape[-1]), math.nan, dtype=dtype)
     slots = out.new_full((tiles.num_slots, *out.shape[1:]), math.nan)
     lses = out.new_full((tiles.num_slots, num_q_heads), math.nan)
-    for tile in np.concatenate([tiles.wide, tiles.narrow, tiles.prefill]):
-        is_prefill = len(tiles.prefill) > 0 and tile[SLOT0] >= tiles.prefill[0, SLOT0]
+    num_plain = len(tiles.wide) + len(tiles.narrow)
+    for index, tile in enumerate(np.concatenate([tiles.wide, tiles.narrow, tiles.prefill])):
+        is_prefill = index >= num_plain
         rows = torch.from_numpy(tiles.rows[tile[ROW0] : tile[ROW0] + tile[NUM_ROWS]]).long()
         key, value, length = tile_keys(tile, tiles, k_cache, v_cache)
         position = torch.arange(len(rows)) + (int(tile[DIAGONAL]) if is_prefill else length)

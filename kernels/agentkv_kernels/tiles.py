@@ -192,8 +192,7 @@ def make_tiles(
     )
     prefill = _place(parts.prefill, block_size)
     tiles = np.concatenate([wide, narrow, prefill])
-    tiles[:, SLOT0] = np.cumsum(tiles[:, NUM_ROWS]) - tiles[:, NUM_ROWS]
-    m_ptr, m_slot = _merge_lists(tiles, parts.rows, int(query_lens.sum()))
+    m_ptr, m_slot, num_slots = _merge_lists(tiles, parts.rows, int(query_lens.sum()))
     columns = tiles[:, :8].astype(np.int32)
     num_wide, num_tiles = len(wide), len(wide) + len(narrow)
     return TileSet(
@@ -204,7 +203,7 @@ def make_tiles(
         blk=layout.arena,
         m_ptr=m_ptr,
         m_slot=m_slot,
-        num_slots=int(tiles[:, NUM_ROWS].sum()),
+        num_slots=num_slots,
         max_delta=min(parts.max_delta, wide_delta, narrow_delta),
     )
 
@@ -378,16 +377,20 @@ def _place(tiles: LongArray, block_size: int) -> LongArray:
     return tiles
 
 
-def _merge_lists(tiles: LongArray, rows: IntArray, num_tokens: int) -> tuple[IntArray, IntArray]:
-    """Slots of each token in position order; marks the tiles that are alone with their rows."""
+def _merge_lists(
+    tiles: LongArray, rows: IntArray, num_tokens: int
+) -> tuple[IntArray, IntArray, int]:
+    """Slots of each token in position order, and their number; marks the tiles that need none."""
     count = tiles[:, NUM_ROWS]
     token = rows[ranges(tiles[:, ROW0], count)]
     per_token = np.bincount(token, minlength=num_tokens)
     is_alone = per_token[rows[tiles[:, ROW0]]] == 1
     tiles[is_alone, FLAGS] |= DIRECT
-    slot = np.arange(len(token), dtype=np.int64)
+    needed = np.where(is_alone, 0, count)
+    tiles[:, SLOT0] = np.cumsum(needed) - needed
+    slot = ranges(tiles[:, SLOT0], count)
     slot[np.repeat(is_alone, count)] = -1
     order = np.lexsort((np.repeat(tiles[:, 8], count), token))
     m_ptr = np.zeros(num_tokens + 1, np.int32)
     np.cumsum(per_token, out=m_ptr[1:])
-    return m_ptr, slot[order].astype(np.int32)
+    return m_ptr, slot[order].astype(np.int32), int(needed.sum())

@@ -196,3 +196,16 @@ def test_sharing_can_be_tuned() -> None:
         sharing=Sharing(min_tokens=1000),
     )
     assert plan.tile_set(SHAPE).narrow[:, KV_LEN].tolist() == [131, 131]
+
+
+def test_only_rows_of_several_tiles_have_slots_for_partial_results() -> None:
+    shared = _fan(8, 128, 7).tile_set(SHAPE)
+    lone = _fan(8, 128, 7, share=False).tile_set(SHAPE)
+    prefill = StepPlan.build(
+        query_lens=[70], kv_lens=[90], block_tables=[[*range(6)]], block_size=16
+    ).tile_set(SHAPE)
+    assert sorted(shared.m_slot.tolist()) == list(range(shared.num_slots))
+    assert shared.num_slots == int(np.concatenate([shared.wide, shared.narrow])[:, NUM_ROWS].sum())
+    for tiles in (lone, prefill):
+        assert tiles.num_slots == 0
+        assert (tiles.m_slot == -1).all()
