@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+
+from tests.bench import Bench, make
 
 LOOPS = (
     pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
@@ -29,3 +31,11 @@ def no_step_thread_is_left() -> Iterator[None]:
         if thread.name == "agentkv-step":
             thread.join(timeout=10)
             assert not thread.is_alive(), "a step thread is still running"
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    """An open engine on a witness whose hooks the test sets."""
+    engine, runner = make(max_waiting_per_session=64)
+    async with engine:
+        yield Bench(engine, runner)

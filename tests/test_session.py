@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable
 
 import anyio
 import pytest
@@ -13,9 +12,7 @@ from agentkv import (
     CheckpointError,
     Completion,
     ContextLengthError,
-    Engine,
     EngineClosedError,
-    EngineConfig,
     EngineDeadError,
     EngineNotOpenError,
     InvalidOptionError,
@@ -32,44 +29,12 @@ from agentkv import (
 )
 from agentkv.core.batch import Batch
 from agentkv.core.protocols import FatalRunnerError
-from agentkv.testing.byte_tokenizer import byte_tokenizer
-from agentkv.testing.witness import WitnessRunner, witness_reply, witness_score
+from agentkv.testing.witness import witness_score
+from tests.bench import Bench, expected, from_thread, make
 
 pytestmark = pytest.mark.anyio
 
 SYSTEM = "You are one of many agents. " * 20
-
-
-class Bench:
-    """An open engine on a witness whose hooks the test sets."""
-
-    def __init__(self, engine: Engine, runner: WitnessRunner) -> None:
-        self.engine = engine
-        self.runner = runner
-
-    async def settle(self) -> None:
-        """Wait until everything posted before has been applied."""
-        await self.engine.tree()
-        await self.engine.tree()
-
-
-def make(num_blocks: int = 512, **config: object) -> tuple[Engine, WitnessRunner]:
-    runner = WitnessRunner(num_blocks=num_blocks, tokenizer=byte_tokenizer())
-    settings = EngineConfig(debug=True, **config)  # type: ignore[arg-type]  # fields by name
-    return Engine(lambda _: runner, config=settings), runner
-
-
-@pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    engine, runner = make(max_waiting_per_session=64)
-    async with engine:
-        yield Bench(engine, runner)
-
-
-def expected(session: Session, count: int) -> list[int]:
-    """What the witness adds to the session's ids."""
-    ids = session.token_ids
-    return witness_reply(ids[:-count], count)
 
 
 async def test_a_reply_is_the_witness_of_the_whole_conversation(bench: Bench) -> None:
@@ -136,14 +101,6 @@ async def test_a_cancelled_turn_never_happened(bench: Bench) -> None:
     assert bench.engine.stats().running == 0
     reply = await session.generate("after", max_tokens=4)
     assert list(reply.token_ids) == expected(session, 4)
-
-
-def from_thread() -> Callable[[Callable[[], None]], None]:
-    """A function that runs another on this loop, from any thread."""
-    token = anyio.lowlevel.current_token().native_token
-    if hasattr(token, "run_sync_soon"):
-        return token.run_sync_soon  # type: ignore[no-any-return]  # a TrioToken
-    return token.call_soon_threadsafe  # type: ignore[attr-defined,no-any-return]  # an event loop
 
 
 async def test_a_timeout_leaves_the_session_as_it_was(bench: Bench) -> None:
