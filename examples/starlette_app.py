@@ -1,42 +1,53 @@
 """A streaming endpoint: a client that disconnects discards its turn, and nothing else."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
+import socket
 
 import anyio
 import httpx
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
-from agentkv import Engine
+from agentkv import Engine, Session, Stream
 
 
-def create_app(engine: Engine) -> Starlette:
-    """An application whose POST /chat streams the reply to the text in the body."""
+class Reply(StreamingResponse):
+    """A turn, sent as it is made. Starlette cancels this when the client goes."""
 
-    async def chat(request: Request) -> StreamingResponse:
-        prompt = (await request.body()).decode()
+    def __init__(self, stream: Stream) -> None:
+        super().__init__((delta.text async for delta in stream), media_type="text/plain")
+        self.stream = stream
 
-        # Starlette cancels this iteration when the client goes; leaving the blocks frees the KV.
-        async def reply() -> AsyncIterator[str]:
-            async with engine.session(system="You are a web service.") as session:
-                async with session.stream(prompt, max_tokens=32) as stream:
-                    async for delta in stream:
-                        yield delta.text
+    async def stream_response(self, send: Send) -> None:
+        """Leaving the stream's block before the reply ends discards the turn."""
+        async with self.stream:
+            await super().stream_response(send)
 
-        return StreamingResponse(reply(), media_type="text/plain; charset=utf-8")
+
+def create_app(session: Session) -> Starlette:
+    """An application whose POST /chat streams the session's next turn."""
+
+    async def chat(request: Request) -> Reply:
+        return Reply(session.stream((await request.body()).decode(), max_tokens=200))
 
     return Starlette(routes=[Route("/chat", chat, methods=["POST"])])
 
 
 async def main(engine: Engine) -> None:
-    """Call the application as a client would."""
-    transport = httpx.ASGITransport(create_app(engine))
-    async with httpx.AsyncClient(transport=transport, base_url="http://agent") as client:
-        print((await client.post("/chat", content="Hello!")).text)
+    """Serve one client that leaves at the first words of its reply."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with engine.session(system="You are a web service.") as session:
+        server = uvicorn.Server(uvicorn.Config(create_app(session), log_level="warning"))
+        async with anyio.create_task_group() as group:
+            group.start_soon(server.serve, [listener])
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/chat"
+            async with httpx.AsyncClient() as http, http.stream("POST", url, content="Hi") as reply:
+                print("heard", repr(await anext(reply.aiter_text())), "and left")
+            server.should_exit = True
+        print(f"{len(session.messages)} message: the turn never happened")
 
 
 async def _run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import anyio
@@ -10,7 +11,7 @@ from agentkv import Engine, EngineConfig, Session
 from agentkv.testing.byte_tokenizer import byte_tokenizer
 from agentkv.testing.witness import WitnessRunner, witness_reply
 
-__all__ = ["Bench", "expected", "from_thread", "make"]
+__all__ = ["Bench", "Gate", "expected", "from_thread", "make"]
 
 
 class Bench:
@@ -24,6 +25,23 @@ class Bench:
         """Wait until everything posted before has been applied."""
         await self.engine.tree()
         await self.engine.tree()
+
+
+class Gate:
+    """Lets `after_steps` more steps of a runner run, and holds the next until it is opened."""
+
+    def __init__(self, runner: WitnessRunner, *, after_steps: int = 0) -> None:
+        self._open = threading.Event()
+        self._left = after_steps
+        runner.before_step = lambda batch: self._wait()
+
+    def open(self) -> None:
+        """Let every step run."""
+        self._open.set()
+
+    def _wait(self) -> None:
+        self._left -= 1
+        assert self._left >= 0 or self._open.wait(20), "nobody opened the gate"
 
 
 def make(num_blocks: int = 512, **config: object) -> tuple[Engine, WitnessRunner]:

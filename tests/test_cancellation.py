@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import anyio
 import pytest
 
 from agentkv import AgentKVError, QueueFullError, Session, Status, StepError
 from agentkv.core.batch import Batch
-from tests.bench import Bench, expected, from_thread, make
+from tests.bench import Bench, Gate, expected, from_thread, make
 
 pytestmark = pytest.mark.anyio
 
@@ -56,22 +54,12 @@ async def test_a_warmed_session_computes_only_what_follows(bench: Bench) -> None
     assert bench.engine.stats().prefill_tokens == reply.usage.input_tokens
 
 
-class Gate:
-    """Holds every step of a bench from when it is closed until it is opened."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._open = threading.Event()
-        bench.runner.before_step = lambda batch: self._wait()
-
-    def open(self) -> None:
-        self._open.set()
-
-    def _wait(self) -> None:
-        assert self._open.wait(20), "nobody opened the gate"
-
-
 async def test_a_call_cancelled_while_it_waits_leaves_the_queue(bench: Bench) -> None:
-    session, gate, scope = bench.engine.session(system=SYSTEM), Gate(bench), anyio.CancelScope()
+    session, gate, scope = (
+        bench.engine.session(system=SYSTEM),
+        Gate(bench.runner),
+        anyio.CancelScope(),
+    )
 
     async def call(prompt: str) -> None:
         await session.generate(prompt, max_tokens=5)
@@ -96,7 +84,7 @@ async def test_a_call_cancelled_while_it_waits_leaves_the_queue(bench: Bench) ->
 
 
 async def test_a_wait_for_the_session_counts_in_the_timeout(bench: Bench) -> None:
-    session, gate = bench.engine.session(system=SYSTEM), Gate(bench)
+    session, gate = bench.engine.session(system=SYSTEM), Gate(bench.runner)
 
     async def call() -> None:
         await session.generate("first", max_tokens=5)
@@ -141,7 +129,7 @@ async def test_more_requests_than_may_wait_are_refused() -> None:
             refused.append(session)
 
     async with engine:
-        gate = Gate(bench)
+        gate = Gate(bench.runner)
         async with anyio.create_task_group() as group:
             for _ in range(8):
                 group.start_soon(call, engine.session(system=SYSTEM))
@@ -171,7 +159,7 @@ async def test_logits_that_are_no_numbers_fail_their_row_alone(bench: Bench) -> 
             outcomes[index] = "failed"
 
     async with anyio.create_task_group() as group:
-        gate = Gate(bench)
+        gate = Gate(bench.runner)
         for index in range(4):
             group.start_soon(call, index)
         await anyio.wait_all_tasks_blocked()
@@ -191,7 +179,7 @@ async def test_logits_that_are_no_numbers_fail_their_row_alone(bench: Bench) -> 
 async def test_closing_during_a_turn_ends_it_with_a_named_error(bench: Bench, which: str) -> None:
     session = await bench.engine.session(system=SYSTEM)
     neighbour = bench.engine.session(system=SYSTEM)
-    gate = Gate(bench)
+    gate = Gate(bench.runner)
     errors: list[str] = []
 
     async def call() -> None:
