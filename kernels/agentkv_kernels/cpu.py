@@ -225,6 +225,8 @@ def _merge_table(tiles: TileSet) -> _Merge:
     has_slots = count > 0
     has_slots[has_slots] = tiles.m_slot[start[has_slots]] >= 0
     tokens = np.flatnonzero(has_slots)
+    # Slots are numbered along the tiles, so this order too is the same in every order of the rows.
+    tokens = tokens[np.argsort(tiles.m_slot[start[tokens]])]
     column = np.arange(int(count[tokens].max(initial=0)))
     has = column < count[tokens][:, None]
     at = np.where(has, start[tokens][:, None] + column, 0)

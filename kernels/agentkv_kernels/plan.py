@@ -209,11 +209,8 @@ class StepPlan:
         first = self.kv_lens - self.query_lens
         pending: dict[int, list[int]] = {}
         ends: dict[int, int] = {}
-        order = sorted(
-            range(len(self.segments)),
-            key=lambda i: (self.segments[i].start, len(self.segments[i].block_ids), i),
-        )
-        for index in order:
+        rank = self._rank()
+        for index in sorted(range(len(self.segments)), key=self._segment_key):
             segment = self.segments[index]
             parent = segment.parent
             if segment.start != (0 if parent is None else ends.get(parent)):
@@ -227,7 +224,7 @@ class StepPlan:
             length = len(blocks) * self.block_size
             num_tokens = int(self.query_lens[rows].sum())
             if is_worth_sharing(len(rows), num_tokens, length, shape, self._sharing):
-                runs.append(SharedRun(end - length, end, base, rows))
+                runs.append(SharedRun(end - length, end, base, rows[np.argsort(rank[rows])]))
                 ids.append(blocks)
                 base += len(blocks)
                 tail_start[rows] = end
@@ -249,7 +246,23 @@ class StepPlan:
         arena: IntArray = np.zeros(len(shared) + int((count + spare).sum()), np.int32)
         arena[: len(shared)] = shared
         arena[ranges(tail_base, count)] = tails
-        return Layout(arena, runs, tail_start, tail_base, tail_base - begin)
+        order = np.argsort(self._rank(), kind="stable")
+        return Layout(arena, runs, order, tail_start, tail_base, tail_base - begin)
+
+    def _segment_key(self, index: int) -> tuple[int, int, int]:
+        """Sorts parents before children, and the rest by their blocks, not by the rows' order."""
+        segment = self.segments[index]
+        ids = segment.block_ids
+        return segment.start, len(ids), ids[0] if len(ids) else index
+
+    def _rank(self) -> LongArray:
+        """Orders the rows by what they write, whatever their order in the step.
+
+        A sum over keys may round differently by a row's place among the rows it is computed with,
+        so a row that keeps its place keeps its result to the last bit.
+        """
+        rank: LongArray = self.slot_mapping[self.query_starts[1:] - 1]
+        return rank
 
 
 def _is_next(new_lens: LongArray, kv_lens: LongArray) -> bool:

@@ -48,14 +48,20 @@ class Scenario:
         )
 
     def permuted(self, order: list[int]) -> Scenario:
-        """The same step with its rows in another order."""
+        """The same step with its rows in another order, and its segments as they then come."""
         place = {row: index for index, row in enumerate(order)}
+        rows = [tuple(sorted(place[row] for row in s.rows)) for s in self.segments]
+        listed = sorted(range(len(rows)), key=lambda i: (rows[i][0], i))
+        index_of = {old: new for new, old in enumerate(listed)} | {None: None}
         return Scenario(
             self.block_size,
             [self.query_lens[row] for row in order],
             [self.kv_lens[row] for row in order],
             [self.block_tables[row] for row in order],
-            [s._replace(rows=tuple(sorted(place[row] for row in s.rows))) for s in self.segments],
+            [
+                self.segments[i]._replace(parent=index_of[self.segments[i].parent], rows=rows[i])
+                for i in listed
+            ],
             self.num_blocks,
         )
 
@@ -102,39 +108,78 @@ def random_tree(
 ) -> Scenario:
     """A tree of at most `depth` segments a path; rows hang anywhere, and run 1 to max_query tokens.
 
-    Two rows may end in the same partial block at different lengths.
+    Two rows may end in the same partial block, always at different lengths.
     """
-    rng = np.random.default_rng(seed)
     total = num_rows * (depth * max_segment_blocks + -(-(max_tail + max_query) // block_size) + 1)
-    free = rng.permutation(total).tolist()
-    scenario = Scenario(block_size, num_blocks=total)
-
-    def grow(rows: list[int], parent: int | None, prefix: list[int], level: int) -> None:
-        if len(rows) > 1 and level < depth and rng.random() < 0.9:
-            blocks = [free.pop() for _ in range(int(rng.integers(0, max_segment_blocks + 1)))]
-            start = len(prefix) * block_size
-            segment = TreeSegment(parent, start, tuple(blocks), tuple(rows))
-            scenario.segments.append(segment)
-            index = len(scenario.segments) - 1
-            cut = int(rng.integers(0, len(rows) + 1))
-            for part in (rows[:cut], rows[cut:]):
-                if part:
-                    grow(part, index, prefix + blocks, level + 1)
-            return
-        shared: int | None = None
-        for row in rows:
-            query, tail = int(rng.integers(1, max_query + 1)), int(rng.integers(0, max_tail))
-            count = -(-(query + tail) // block_size)
-            table = prefix + [free.pop() for _ in range(count)]
-            if shared is not None and count == 1 and rng.random() < 0.5:
-                free.append(table[-1])
-                table[-1] = shared
-            shared = table[-1] if count == 1 else None
-            scenario.query_lens[row] = query
-            scenario.kv_lens[row] = len(prefix) * block_size + tail + query
-            scenario.block_tables[row] = table
-
-    scenario.query_lens, scenario.kv_lens = [0] * num_rows, [0] * num_rows
-    scenario.block_tables = [[] for _ in range(num_rows)]
-    grow(list(range(num_rows)), None, [], 0)
+    scenario = Scenario(
+        block_size, [1] * num_rows, [0] * num_rows, [[] for _ in range(num_rows)], [], total
+    )
+    grower = _Grower(
+        scenario,
+        np.random.default_rng(seed),
+        depth,
+        max_segment_blocks=max_segment_blocks,
+        max_tail=max_tail,
+        max_query=max_query,
+    )
+    grower.grow(list(range(num_rows)), None, [], 0)
     return scenario
+
+
+class _Grower:
+    """Fills a scenario with segments and tails at random."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        rng: np.random.Generator,
+        depth: int,
+        *,
+        max_segment_blocks: int,
+        max_tail: int,
+        max_query: int,
+    ) -> None:
+        self._scenario = scenario
+        self._rng = rng
+        self._depth = depth
+        self._max_segment_blocks = max_segment_blocks
+        self._max_tail = max_tail
+        self._max_query = max_query
+        self._free: list[int] = rng.permutation(scenario.num_blocks).tolist()
+
+    def grow(self, rows: list[int], parent: int | None, prefix: list[int], level: int) -> None:
+        """Give `rows`, which share `prefix`, more to share, or a tail each."""
+        if len(rows) < 2 or level == self._depth or self._rng.random() >= 0.9:
+            self._end(rows, prefix)
+            return
+        blocks = self._allocate(int(self._rng.integers(0, self._max_segment_blocks + 1)))
+        start = len(prefix) * self._scenario.block_size
+        index = len(self._scenario.segments)
+        self._scenario.segments.append(TreeSegment(parent, start, tuple(blocks), tuple(rows)))
+        cut = int(self._rng.integers(0, len(rows) + 1))
+        for part in (rows[:cut], rows[cut:]):
+            if part:
+                self.grow(part, index, prefix + blocks, level + 1)
+
+    def _end(self, rows: list[int], prefix: list[int]) -> None:
+        size, begin = self._scenario.block_size, len(prefix) * self._scenario.block_size
+        # The row before, where it ends in its first block, at a length of its own.
+        before: int | None = None
+        for row in rows:
+            query = int(self._rng.integers(1, self._max_query + 1))
+            length = begin + int(self._rng.integers(0, self._max_tail)) + query
+            table = prefix + self._allocate(-(-(length - begin) // size))
+            is_short = length - begin <= size
+            if before is not None and is_short and self._rng.random() < 0.5:
+                if self._scenario.kv_lens[before] != length:
+                    self._free.append(table.pop())
+                    table.append(self._scenario.block_tables[before][-1])
+                before = None
+            else:
+                before = row if is_short else None
+            self._scenario.query_lens[row] = query
+            self._scenario.kv_lens[row] = length
+            self._scenario.block_tables[row] = table
+
+    def _allocate(self, count: int) -> list[int]:
+        return [self._free.pop() for _ in range(count)]

@@ -64,7 +64,7 @@ class SharedRun(NamedTuple):
     start: int
     end: int
     base: int
-    rows: LongArray  # sequences, not query tokens
+    rows: LongArray  # sequences, not query tokens, in the layout's order
 
 
 @dataclass(slots=True)
@@ -73,6 +73,7 @@ class Layout:
 
     arena: IntArray
     runs: list[SharedRun]
+    order: LongArray  # sequences, in an order that does not depend on the step's
     tail_start: LongArray  # position of the tail's first key, per sequence
     tail_base: LongArray  # index of its block in the arena
     block_shift: LongArray  # index in the arena of a block, less its index in the block table
@@ -258,7 +259,7 @@ def _cut_parts(layout: Layout, shape: TileShape, sharing: Sharing, seqs: _Rows) 
             )
             rows.append(tokens)
             num_rows += len(tokens)
-    everyone = np.flatnonzero(seqs.kv_lens > 0)
+    everyone = layout.order[seqs.kv_lens[layout.order] > 0]
     pieces.append(
         (
             everyone,

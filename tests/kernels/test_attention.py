@@ -150,18 +150,6 @@ def test_sinks_are_counted_once_however_many_segments(path: Attention) -> None:
         torch.testing.assert_close(out[row], plain[row] * share[:, None], atol=1e-5, rtol=1e-5)
 
 
-def test_permuting_sessions_permutes_outputs_exactly() -> None:
-    scenario = random_tree(21, num_rows=7, depth=4, max_segment_blocks=12)
-    k_cache, v_cache = scenario.caches(2, 16)
-    query = torch.randn(7, 6, 16)
-    order = [3, 0, 6, 1, 5, 2, 4]
-    out = launch.paged_attention(query, k_cache, v_cache, scenario.plan(), scale=0.25)
-    moved = launch.paged_attention(
-        query[order], k_cache, v_cache, scenario.permuted(order).plan(), scale=0.25
-    )
-    torch.testing.assert_close(moved, out[order], atol=1e-6, rtol=0)
-
-
 def test_a_parent_that_goes_on_leaves_its_child_bit_for_bit_unchanged() -> None:
     tables = [[0, 1, 2], [0, 1, 3]]
     segments = [TreeSegment(None, 0, (0, 1), (0, 1))]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from agentkv_kernels import launch, reference
@@ -61,10 +64,37 @@ def _check_tree(seed: int) -> None:
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
+def _check_permutation(seed: int) -> None:
+    scenario, query, k_cache, v_cache = _random_case(seed)
+    starts = np.cumsum([0, *scenario.query_lens])
+    order = np.random.default_rng(seed).permutation(len(scenario.query_lens)).tolist()
+    tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in order])
+    options: dict[str, Any] = {"scale": 0.3, "window": (None, None, 5, 100, 37)[seed % 5]}
+    options["sinks"] = torch.randn(query.shape[1]) if seed % 2 else None
+    out = launch.paged_attention(query, k_cache, v_cache, scenario.plan(), **options)
+    moved = launch.paged_attention(
+        query[tokens], k_cache, v_cache, scenario.permuted(order).plan(), **options
+    )
+    torch.testing.assert_close(moved, out[tokens], atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("first", range(0, 120, 10))
 def test_shared_equals_flat_equals_dense_on_random_trees(first: int) -> None:
     for seed in range(first, first + 10):
         _check_tree(seed)
+
+
+@pytest.mark.parametrize("first", range(0, 120, 10))
+def test_permuting_rows_permutes_outputs_exactly(first: int) -> None:
+    for seed in range(first, first + 10):
+        _check_permutation(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(120, 1000, 80))
+def test_permuting_rows_of_a_thousand_random_trees_permutes_outputs_exactly(first: int) -> None:
+    for seed in range(first, first + 80):
+        _check_permutation(seed)
 
 
 @pytest.mark.slow
