@@ -57,7 +57,7 @@ class Core:
             batch_tokens=config.batch_tokens(on_cpu=info.is_cpu),
             max_num_seqs=config.max_num_seqs,
         )
-        self._execution = Execution(runner, shares_attention=config.share_attention)
+        self._execution = Execution(runner)
         self._capacity = info.capacity(config.max_context)
         self._sequences: dict[Request, Sequence] = {}
         self._changed: list[Request] = []

@@ -26,11 +26,11 @@ class Outcome(NamedTuple):
 class Execution:
     """The runner's side of a step."""
 
-    def __init__(self, runner: Runner, *, shares_attention: bool) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.num_steps: int = 0
         self.num_copies: int = 0
         self._runner = runner
-        self._tree = ForkTree(runner.info.block_size, shares_attention=shares_attention)
+        self._tree = ForkTree(runner.info.block_size)
         # Popping is atomic: the step and `abandon` cannot both have the batch.
         self._in_step: list[Batch] = []
 

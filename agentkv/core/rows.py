@@ -19,11 +19,10 @@ _NO_IDS: TokenArray = np.empty(0, dtype=np.int32)
 class ForkTree:
     """The segments that the rows of the last step shared, rebuilt only when they may differ."""
 
-    def __init__(self, block_size: int, *, shares_attention: bool) -> None:
+    def __init__(self, block_size: int) -> None:
         self.version: int = 0
         self.segments: tuple[Segment, ...] = ()
         self._block_size = block_size
-        self._shares_attention = shares_attention
         self._signature: object = None
 
     def update(self, rows: SequenceABC[Row], changes: int) -> None:
@@ -37,7 +36,7 @@ class ForkTree:
         self._signature = signature
         self.version += 1
         self.segments = ()
-        if self._shares_attention and len(rows) > 1:
+        if len(rows) > 1:
             size = self._block_size
             # Only blocks that lie before a row's first query, so that no mask cuts them.
             limits = [row.start // size for row in rows]

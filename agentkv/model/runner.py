@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from agentkv_kernels.plan import StepPlan
+from agentkv_kernels.tiles import DEFAULT_SHARING, Sharing
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,8 +33,9 @@ from .structure import share_parameters
 class ModelRunner:
     """Executes batches on `model`, whose layers attend as `specs` says.
 
-    `max_context` is in tokens. `tokenizer` is kept for the engine and not used. The KV memory is
-    allocated here.
+    `max_context` is in tokens. `tokenizer` is kept for the engine and not used. `sharing` is the
+    rule by which attention reads a shared segment once, where `config` has it do so. The KV memory
+    is allocated here.
 
     Raises:
         ModelError: the KV memory cannot be had.
@@ -51,11 +53,12 @@ class ModelRunner:
         identity: str = "",
         eos_token_ids: Sequence[int] = (),
         default_options: SamplingOptions | None = None,
+        sharing: Sharing = DEFAULT_SHARING,
     ) -> None:
         self.tokenizer = tokenizer
         self._model = share_parameters(model, ATTENTION_NAME)
         self._device = model.device
-        self._share = config.share_attention
+        self._sharing = sharing if config.share_attention else None
         self._plan: StepPlan | None = None
         self._tree_version = 0
         block_bytes = bytes_per_block(specs, config.block_size, model.dtype)
@@ -161,8 +164,9 @@ class ModelRunner:
                 block_tables=block_tables,
                 segments=batch.segments,
                 block_size=self._info.block_size,
-                share=self._share,
+                sharing=self._sharing,
             )
+            plan.check_writes()
         self._plan, self._tree_version = plan, batch.tree_version
         return plan
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from .tiles import (
+    DEFAULT_SHARING,
     MAX_STEPS,
     IntArray,
     Layout,
@@ -86,22 +87,21 @@ class StepPlan:
         block_tables: Sequence[Sequence[int]],
         segments: Sequence[SegmentLike] = (),
         block_size: int,
-        share: bool = True,
-        sharing: Sharing | None = None,
+        sharing: Sharing | None = DEFAULT_SHARING,
     ) -> StepPlan:
         """The plan of a step whose row r runs the last query_lens[r] of its kv_lens[r] positions.
 
-        `block_tables` are kept, not copied, until the next step. With share=False the segments are
-        ignored: every row reads all its keys for itself. ValueError for rows or segments that
-        contradict one another.
+        `block_tables` are kept, not copied, until the next step. `sharing` says which segments are
+        read once; with None every row reads all its keys for itself. ValueError for rows or
+        segments that contradict one another.
         """
         return cls(
             np.asarray(query_lens, dtype=np.int64),
             np.asarray(kv_lens, dtype=np.int64),
             block_tables,
-            segments if share else (),
+            () if sharing is None else segments,
             block_size,
-            sharing or Sharing(),
+            sharing or DEFAULT_SHARING,
         )
 
     @property
@@ -113,6 +113,27 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Query tokens of all rows."""
         return int(self.query_starts[-1])
+
+    def check_writes(self) -> None:
+        """Verify that the blocks that the rows write are theirs alone.
+
+        `advance` does not do it again: a block that it opens must be new. ValueError for a block
+        that two rows write, or that one writes and another reads.
+        """
+        begin = np.maximum(self.kv_lens - self.query_lens, 0) // self.block_size
+        written = self._blocks(begin)
+        private = np.zeros_like(self.kv_lens)
+        shared: list[int] = []
+        for segment in self.segments:
+            shared += segment.block_ids
+            private[list(segment.rows)] = segment.start // self.block_size + len(segment.block_ids)
+        tails = self._blocks(np.minimum(private, begin))
+        holders = np.bincount(np.concatenate([tails, np.array(shared, np.int64)]))
+        is_wrong = holders[written] > 1
+        if is_wrong.any():
+            block = int(written[is_wrong][0])
+            rows = [row for row, table in enumerate(self.block_tables) if block in table]
+            raise ValueError(f"block {block} is written by a row and also held by others: {rows}")
 
     def tile_set(self, shape: TileShape) -> TileSet:
         """The tiles for one attention shape, made on first use and kept while they hold."""
@@ -178,8 +199,7 @@ class StepPlan:
         begin, end = first // size, -(-self.kv_lens // size)
         is_padding = self.kv_lens == 0
         begin[is_padding] = 0
-        spans = zip(self.block_tables, begin.tolist(), end.tolist(), strict=True)
-        ids = np.fromiter(chain.from_iterable(t[a:b] for t, a, b in spans), dtype=np.int64)
+        ids = self._blocks(begin)
         count = end - begin
         if len(ids) != count.sum() or (first < 0)[~is_padding].any():
             raise ValueError("a block table is shorter than its row's KV length, or negative work")
@@ -192,6 +212,12 @@ class StepPlan:
             ids = np.append(ids, 0)
         block = np.where(padding, len(ids) - 1, base[row] + self.positions // size)
         return np.where(padding, -1, ids[block] * size + self.positions % size)
+
+    def _blocks(self, begin: LongArray) -> LongArray:
+        """The ids of each row's blocks from begin[row] on, one row behind the other."""
+        end = -(-self.kv_lens // self.block_size)
+        spans = zip(self.block_tables, begin.tolist(), end.tolist(), strict=True)
+        return np.fromiter(chain.from_iterable(t[a:b] for t, a, b in spans), dtype=np.int64)
 
     def _layout(self, shape: TileShape) -> Layout:
         key = _layout_key(shape)
@@ -238,8 +264,7 @@ class StepPlan:
         """Write all block ids into one arena; tails of a steady plan get room to grow."""
         begin, end = tail_start // self.block_size, -(-self.kv_lens // self.block_size)
         spare = MAX_STEPS // self.block_size + 2 if self._is_steady else 0
-        spans = zip(self.block_tables, begin.tolist(), end.tolist(), strict=True)
-        tails = np.fromiter(chain.from_iterable(t[a:b] for t, a, b in spans), dtype=np.int32)
+        tails = self._blocks(begin)
         shared = np.fromiter(chain.from_iterable(run_ids), dtype=np.int32)
         count = end - begin
         tail_base = len(shared) + np.cumsum(count + spare) - (count + spare)

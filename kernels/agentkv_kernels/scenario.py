@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .launch import allocate_cache
 from .plan import StepPlan
+from .tiles import DEFAULT_SHARING
 
 
 class TreeSegment(NamedTuple):
@@ -37,14 +38,14 @@ class Scenario:
     num_blocks: int = 0
 
     def plan(self, *, share: bool = True) -> StepPlan:
-        """The plan of the step."""
+        """The plan of the step, by the default rule of sharing or without any."""
         return StepPlan.build(
             query_lens=self.query_lens,
             kv_lens=self.kv_lens,
             block_tables=self.block_tables,
             segments=self.segments,
             block_size=self.block_size,
-            share=share,
+            sharing=DEFAULT_SHARING if share else None,
         )
 
     def permuted(self, order: list[int]) -> Scenario:

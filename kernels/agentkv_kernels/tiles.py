@@ -135,6 +135,9 @@ class Sharing:
     fixed_bytes: int = 16384
 
 
+DEFAULT_SHARING = Sharing()
+
+
 class _Parts(NamedTuple):
     """Tiles before chunking, a line each: the eight columns, then the first key's position."""
 

@@ -209,34 +209,3 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         launch.paged_attention(query, k_cache, k_cache, plan, scale=1.0, sinks=torch.zeros(2))
     with pytest.raises(ValueError, match="blocks of"):
         launch.paged_attention(query, k_cache, k_cache[:, :, :2], plan, scale=1.0)
-
-
-def test_keys_are_written_to_their_slots_and_slot_minus_one_is_skipped() -> None:
-    k_cache = launch.allocate_cache(3, 2, 4, 8, torch.float32, "cpu")
-    v_cache = launch.allocate_cache(3, 2, 4, 5, torch.float32, "cpu")
-    key, value = torch.randn(3, 2, 8), torch.randn(3, 2, 5)
-    launch.write_kv(key, value, k_cache, v_cache, np.array([9, -1, 3]))
-    assert (k_cache[2, :, 1] == key[0]).all()
-    assert (v_cache[0, :, 3] == value[2]).all()
-    usable = k_cache[:4].clone()
-    usable[2, :, 1], usable[0, :, 3] = 0, 0
-    assert (usable == 0).all()
-
-
-def test_copies_move_only_the_used_slots_in_every_cache() -> None:
-    caches = [launch.allocate_cache(4, 2, 4, 3, torch.float32, "cpu").normal_() for _ in range(3)]
-    before = [cache.clone() for cache in caches]
-    launch.copy_blocks(caches, [(0, 1, 3), (0, 2, 4)])
-    launch.copy_blocks(caches, [])
-    for cache, old in zip(caches, before, strict=True):
-        assert (cache[1, :, :3] == old[0, :, :3]).all()
-        assert (cache[1, :, 3] == old[1, :, 3]).all()
-        assert (cache[2] == old[0]).all()
-        assert (cache[0] == old[0]).all()
-
-
-@pytest.mark.parametrize("copies", [[(0, 1, 4), (1, 2, 4)], [(0, 2, 4), (1, 2, 4)]])
-def test_chains_of_copies_are_refused(copies: list[tuple[int, int, int]]) -> None:
-    cache = launch.allocate_cache(4, 2, 4, 3, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="copied"):
-        launch.copy_blocks([cache], copies)

@@ -27,7 +27,7 @@ def _fan(
         block_tables=tables,
         segments=[segment],
         block_size=block_size,
-        share=share,
+        sharing=Sharing() if share else None,
     )
 
 

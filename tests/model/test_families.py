@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from agentkv_kernels.tiles import Sharing
 from transformers import PreTrainedModel
 
 from agentkv.config import EngineConfig, SamplingOptions
@@ -28,8 +29,15 @@ GREEDY = SampleSpec(SamplingOptions(temperature=0), 0.0, NO_IDS, NO_IDS)
 
 
 def make_runner(model: PreTrainedModel, *, share: bool = True) -> ModelRunner:
+    """A runner that reads every shared block once, however few they are, or none."""
     config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, share_attention=share)
-    return ModelRunner(model, check_model(model), config=config, max_context=context_limit(model))
+    return ModelRunner(
+        model,
+        check_model(model),
+        config=config,
+        max_context=context_limit(model),
+        sharing=Sharing(min_tokens=1, fixed_bytes=0),
+    )
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agentkv_kernels.plan import StepPlan
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -169,6 +170,27 @@ def test_a_plan_is_not_advanced_over_a_step_that_was_left_out() -> None:
     run(runner, row(ids[5:8], [3, 5, 1], start=5))
     (result,) = run(runner, row(ids[8:], [3, 5, 1], start=8))
     assert result.token_id == int(logits_of(model, ids)[-1].argmax())
+
+
+def test_a_block_that_another_row_holds_is_never_written() -> None:
+    runner = make_runner(tiny_model("llama"))
+    ids = ids_of(6)
+    run(runner, row(ids, [3, 5], sample=None))
+    before = [cache.clone() for layer in runner._cache.layers for cache in layer]
+    with pytest.raises(ValueError, match="block 5 is written by a row and also held by others"):
+        run(runner, row([1], [3, 5], start=6), row([2], [3, 5], start=7), version=1)
+    after = [cache for layer in runner._cache.layers for cache in layer]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_writes_are_checked_once_for_all_steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[StepPlan] = []
+    monkeypatch.setattr(StepPlan, "check_writes", lambda plan: checked.append(plan))
+    runner = make_runner(tiny_model("llama"))
+    ids = ids_of(8)
+    for start in range(8):
+        run(runner, row(ids[start : start + 1], [3, 5], start=start))
+    assert len(checked) == 1
 
 
 def test_bfloat16_is_close_to_float32() -> None:
