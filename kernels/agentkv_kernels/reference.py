@@ -144,8 +144,8 @@ def tiled_attention(
     slots = out.new_full((tiles.num_slots, *out.shape[1:]), math.nan)
     lses = out.new_full((tiles.num_slots, num_q_heads), math.nan)
     num_plain = len(tiles.wide) + len(tiles.narrow)
-    for index, tile in enumerate(np.concatenate([tiles.wide, tiles.narrow, tiles.prefill])):
-        is_prefill = index >= num_plain
+    for place, tile in enumerate(np.concatenate([tiles.wide, tiles.narrow, tiles.prefill])):
+        is_prefill = place >= num_plain
         rows = torch.from_numpy(tiles.rows[tile[ROW0] : tile[ROW0] + tile[NUM_ROWS]]).long()
         key, value, length = tile_keys(tile, tiles, k_cache, v_cache)
         position = torch.arange(len(rows)) + (int(tile[DIAGONAL]) if is_prefill else length)
