@@ -82,14 +82,18 @@ class Lease:
 
 
 class Call:
-    """One submitted request as its caller sees it: a cursor over what the step thread appends."""
+    """One submitted request as its caller sees it: a cursor over what the step thread appends.
 
-    __slots__ = ("_event", "_seen", "_worker", "error", "finished", "request")
+    An error is raised once, to whoever waits first.
+    """
+
+    __slots__ = ("_event", "_has_raised", "_seen", "_worker", "error", "finished", "request")
 
     def __init__(self, worker: Worker, request: Request) -> None:
         self._worker = worker
         self._event: anyio.Event | None = None
         self._seen: int | None = None
+        self._has_raised: bool = False
         self.request: Request = request
         self.finished: Finished | None = None
         self.error: BaseException | None = None
@@ -97,7 +101,7 @@ class Call:
     @property
     def is_done(self) -> bool:
         """Whether the request has ended, well or badly."""
-        return self.finished is not None or self.error is not None
+        return self.finished is not None or self.error is not None or self._has_raised
 
     async def progress(self, seen: int) -> int:
         """Wait for more than `seen` sampled ids, or for the end; the number there are now.
@@ -109,8 +113,7 @@ class Call:
         while len(self.request.output_ids) <= seen and not self.is_done:
             await self._wait()
         self._seen = None
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
         return len(self.request.output_ids)
 
     async def result(self) -> Finished:
@@ -121,8 +124,7 @@ class Call:
         """
         while not self.is_done:
             await self._wait()
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
         assert self.finished is not None
         return self.finished
 
@@ -141,6 +143,17 @@ class Call:
     def close(self) -> None:
         """Cancel what still runs, release what has ended. Idempotent; take `finished` first."""
         self._worker._close_call(self)
+
+    def _raise_error(self) -> None:
+        # A traceback leads to this call and its session. Nothing may lead from here back to the
+        # error, or a dropped session would wait for the garbage collector.
+        error, self.error = self.error, None
+        if error is not None:
+            self._has_raised = True
+            try:
+                raise error
+            finally:
+                error = None
 
     async def _wait(self) -> None:
         self._event = anyio.Event()
@@ -280,9 +293,12 @@ class Worker:
             self._inspections.discard(done)
         if not answers:
             self.check()
-        value, error = answers[0]
+        value, error = answers.pop()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                error = None
         return value  # type: ignore[return-value]  # None only beside an error, or when T is None
 
     def _post(self, command: Callable[[Core], object]) -> None:
@@ -333,6 +349,8 @@ class Worker:
         # The outcome as it was when the step ended: by now a later step may have set it, and it
         # must be taken once.
         for request, outcome in changed:
+            if isinstance(outcome, Failed):
+                request.outcome = None
             call = self._calls.get(request)
             if isinstance(outcome, Finished) and call is None:
                 # Cancelled on the loop after it had ended on the step thread.
@@ -400,8 +418,8 @@ class Worker:
         changed = core.step() if core.has_work else []
         self.stats = core.stats()
         if changed:
-            pairs = [(request, request.outcome) for request in changed]
-            self._publish(partial(self._deliver, pairs))
+            # No variable holds these: a failure's traceback keeps this frame.
+            self._publish(partial(self._deliver, [(each, each.outcome) for each in changed]))
         if self.config.debug and not core.has_work:
             core.check()
 

@@ -182,7 +182,8 @@ class Request:
     reply. A higher `priority` runs first.
 
     The step thread appends to `logprobs` (when asked for) and then to `output_ids`, and last of all
-    sets `outcome`, once; the loop only reads them. Compared and hashed by identity.
+    sets `outcome`, once; the loop only reads them, and takes a failure out.
+    Compared and hashed by identity.
     """
 
     __slots__ = (
