@@ -224,7 +224,11 @@ def _cut_parts(layout: Layout, shape: TileShape, sharing: Sharing, seqs: _Rows) 
         members, clip = run.rows, run.start
         if shape.window is not None:
             members = members[seqs.query_lens[members] == 1]
-            clip = max(run.start, int(seqs.low[members].max(initial=0)))
+            edge = int(seqs.low[members].max(initial=0))
+            clip = max(run.start, edge)
+            if 0 < edge == run.start:
+                # The next step is the first to cut the run, and gives its rows a part each.
+                max_delta = 0
             if not is_worth_sharing(len(members), len(members), run.end - clip, shape, sharing):
                 clip = run.end
             inside = seqs.low[run.rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,22 @@ def _check_permutation(seed: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, 120, 10))
 def test_shared_equals_flat_equals_dense_on_random_trees(first: int) -> None:
+    for seed in range(first, first + 10):
+        _check_tree(seed)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New tensors are full of NaN until they are written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_no_result_comes_from_memory_that_was_not_written(first: int) -> None:
     for seed in range(first, first + 10):
         _check_tree(seed)
 
