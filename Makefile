@@ -26,6 +26,9 @@ format: $(READY)
 
 bench: $(READY) $(MODEL)
 	$(BIN)/python benchmarks/session.py
+	$(BIN)/python benchmarks/heartbeat.py
+	$(BIN)/python benchmarks/sharing.py
+	$(BIN)/python benchmarks/attention.py
 
 # torch comes first and alone: a range would fetch a build for GPUs of several gigabytes.
 $(READY): pyproject.toml constraints.txt

@@ -79,8 +79,10 @@ async def run_demo(console: Console, agents: int, model: str | None, max_tokens:
         )
         team = await _answer_side_by_side(console, engine, agents, max_tokens, figures)
         best = await _best_branch(console, team[0], figures, max_tokens)
+        # The picture waits until the closed branches are released, and the figures follow it.
+        tree = await engine.tree()
         console.print(_table(engine, team, figures))
-        console.print(await engine.tree(), markup=False, highlight=False)
+        console.print(tree, markup=False, highlight=False)
         console.print(f"adopted: {best.text.strip()!r}", markup=False)
     finally:
         await engine.aclose()
