@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -21,6 +22,14 @@ LOOPS = (
 def anyio_backend(request: pytest.FixtureRequest) -> Any:  # Any: as anyio's plugin takes it
     """Each async test runs on asyncio, on uvloop and on trio."""
     return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder() -> Iterator[None]:
+    """Converted weights and notes of the tests stay out of the user's cache."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AGENTKV_CACHE", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
-"""Converted models on disk, so that a second start need not convert again.
+"""What a first start leaves on disk for the second: converted models, and which were checked.
 
-An entry is a model folder, written under a temporary name and renamed when it is whole. It is
-found by the source's path, size and time of change, and by its digest when those are new.
+A model is a folder, written under a temporary name and renamed when it is whole. It is found by the
+source's path, size and time of change, and by its digest when those are new. The models and notes
+used least recently make room for new ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 __all__ = ["WeightsCache"]
 
 FORMAT = 1  # part of every key: raise it when the conversion changes
+MAX_MODELS = 4
+MAX_NOTES = 256
 _logger = logging.getLogger("agentkv")
 _warned: set[str] = set()
 _warning_lock = threading.Lock()
@@ -37,7 +40,11 @@ class WeightsCache:
     def find(self, source: Path, variant: str) -> Path | None:
         """The folder converted from `source` in this `variant` (a dtype, say), if there is one."""
         folder = self._folder(self.digest(source), variant)
-        return folder if folder.is_dir() else None
+        if not folder.is_dir():
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # now the one used last
+        return folder
 
     def store(self, source: Path, variant: str, write: Callable[[Path], None]) -> Path | None:
         """Let `write` fill a new folder and keep it; None when the cache cannot be written."""
@@ -52,6 +59,7 @@ class WeightsCache:
         except OSError as error:
             self._warn(error)
             return None
+        _keep_newest(folder.parent, MAX_MODELS)
         return folder
 
     def discard(self, folder: Path) -> None:
@@ -61,22 +69,42 @@ class WeightsCache:
     def digest(self, source: Path) -> str:
         """SHA-256 of the file's content, remembered for as long as size and time stay the same."""
         stat = source.stat()
-        key = json.dumps([FORMAT, str(source.resolve()), stat.st_size, stat.st_mtime_ns])
-        note = self.root / "index" / hashlib.sha256(key.encode()).hexdigest()
+        note = self._note("index", str(source.resolve()), stat.st_size, stat.st_mtime_ns)
         with contextlib.suppress(OSError, UnicodeDecodeError):
             known = note.read_text(encoding="ascii")
             if len(known) == 64 and all(c in "0123456789abcdef" for c in known):
                 return known
         with source.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self._write(note, digest)
+        return digest
+
+    def is_verified(self, *key: str) -> bool:
+        """Whether `verify` was told of exactly this."""
+        note = self._note("verified", *key)
+        with contextlib.suppress(OSError):
+            os.utime(note)
+            return True
+        return False
+
+    def verify(self, *key: str) -> None:
+        """Remember that what `key` names, weights and code and versions, was found correct."""
+        self._write(self._note("verified", *key), "")
+
+    def _note(self, kind: str, *key: str | int) -> Path:
+        name = hashlib.sha256(json.dumps([FORMAT, *key]).encode()).hexdigest()
+        return self.root / kind / name
+
+    def _write(self, note: Path, content: str) -> None:
         try:
             note.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=note.parent, delete=False) as temporary:
-                temporary.write(digest)
+                temporary.write(content)
             os.replace(temporary.name, note)
         except OSError as error:
             self._warn(error)
-        return digest
+        else:
+            _keep_newest(note.parent, MAX_NOTES)
 
     def _folder(self, digest: str, variant: str) -> Path:
         return self.root / "models" / f"{digest}-{variant}-{FORMAT}"
@@ -100,6 +128,21 @@ def _rename(fresh: Path, folder: Path) -> None:
         # Another process may have been faster; its folder is as good as this one.
         if not folder.is_dir():
             raise
+
+
+def _keep_newest(folder: Path, most: int) -> None:
+    """Remove all but the `most` entries that were used last.
+
+    A model that a process has open stays readable to it: its files are mapped.
+    """
+    with contextlib.suppress(OSError):
+        entries = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        entries.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in entries[:-most]:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
 
 def _default_root() -> Path:

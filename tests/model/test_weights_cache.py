@@ -12,10 +12,13 @@ import torch
 
 from agentkv.config import EngineConfig
 from agentkv.errors import ModelError, UnsupportedModelError
+from agentkv.model import opening
+from agentkv.model.canary import check_canary
 from agentkv.model.loader import LoadedModel, open_model
-from agentkv.model.weights_cache import WeightsCache
+from agentkv.model.runner import ModelRunner
+from agentkv.model.weights_cache import MAX_MODELS, MAX_NOTES, WeightsCache
 from agentkv.testing.byte_tokenizer import byte_tokenizer
-from agentkv.testing.tiny_files import save_gguf
+from agentkv.testing.tiny_files import save_folder, save_gguf
 from agentkv.testing.tiny_models import tiny_model
 
 CPU = EngineConfig(device="cpu", dtype="float32")
@@ -164,3 +167,46 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: WeightsCach
     path.write_bytes(b"GGUF" + b"\0" * 100)
     with pytest.raises(ModelError, match=r"m\.gguf"):
         open_model(path, config=CPU, cache=cache)
+
+
+def test_the_models_used_last_are_kept(path: Path, cache: WeightsCache) -> None:
+    for number in range(MAX_MODELS + 2):
+        folder = cache.store(path, f"variant {number}", lambda folder: None)
+        assert folder is not None
+        os.utime(folder, ns=(number, number))
+        # The first is used again each time, so it is never the one to go.
+        first = cache.find(path, "variant 0")
+        assert first is not None
+    left = [number for number in range(MAX_MODELS + 2) if cache.find(path, f"variant {number}")]
+    assert left == [0, *range(3, MAX_MODELS + 2)]
+
+
+def test_notes_do_not_grow_without_bound(cache: WeightsCache) -> None:
+    for number in range(MAX_NOTES + 20):
+        cache.verify(f"model {number}", "1.0")
+    assert len(list((cache.root / "verified").iterdir())) == MAX_NOTES
+    assert cache.is_verified(f"model {MAX_NOTES + 19}", "1.0")
+    assert not cache.is_verified(f"model {MAX_NOTES + 19}", "1.1")
+
+
+def test_a_model_is_checked_against_itself_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTKV_CACHE", str(tmp_path / "cache"))
+    checked: list[str] = []
+
+    def check(runner: ModelRunner, *rest: object) -> float:
+        checked.append(runner.info.name)
+        return check_canary(runner, *rest)  # type: ignore[arg-type]  # passed on as they are
+
+    monkeypatch.setattr(opening, "check_canary", check)
+    folder = save_folder(tiny_model("llama", num_hidden_layers=1), tmp_path / "first")
+    other = save_folder(tiny_model("llama", num_hidden_layers=1, seed=1), tmp_path / "second")
+    for source in (folder, folder, other, other):
+        opening.open_pretrained(source, tokenizer=None, config=CPU).close()
+    assert checked == ["first", "second"]
+    model = tiny_model("llama", num_hidden_layers=1)
+    for _ in range(2):
+        # A model in memory may have changed meanwhile.
+        opening.open_pretrained(model, tokenizer=byte_tokenizer(), config=CPU).close()
+    assert len(checked) == 4
