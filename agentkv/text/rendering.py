@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from ..errors import ChatTemplateError
@@ -91,7 +92,9 @@ def take_prefix(part: Sequence[Piece], length: int) -> Part:
 
 def _choose_marks(messages: Sequence[Message]) -> _Marks:
     free: list[str] = []
-    for code in [*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]:
+    # Unicode's private areas: chained, since a list of them would be built for every turn.
+    areas = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
+    for code in chain.from_iterable(areas):
         if not any(chr(code) in message.content for message in messages):
             free.append(chr(code))
             if len(free) == len(_Marks._fields):
