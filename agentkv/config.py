@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
 
@@ -53,22 +54,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     debug: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in get_args(DType):
+        if not isinstance(self.dtype, str) or self.dtype not in get_args(DType):
             raise InvalidOptionError(
-                f"dtype={self.dtype!r} is not one of {', '.join(get_args(DType))}"
+                f"dtype={short(self.dtype)} is not one of {', '.join(get_args(DType))}"
             )
-        if self.weights != "auto":
-            raise InvalidOptionError(f"weights={self.weights!r} is not 'auto'")
-        check_integer("block_size", self.block_size, 1, 1024)
+        if not isinstance(self.weights, str) or self.weights != "auto":
+            raise InvalidOptionError(f"weights={short(self.weights)} is not 'auto'")
+        check_string("device", self.device, optional=False)
+        check_integer("block_size", self.block_size, 1, 1024, optional=False)
         check_integer("num_blocks", self.num_blocks, 1, 2**31 - 1)
         check_integer("kv_memory_bytes", self.kv_memory_bytes, 1, 2**63 - 1)
         check_integer("max_context", self.max_context, 2, 2**31 - 1)
-        check_integer("max_num_seqs", self.max_num_seqs, 1, 65536)
+        check_integer("max_num_seqs", self.max_num_seqs, 1, 65536, optional=False)
         check_integer("max_batch_tokens", self.max_batch_tokens, 1, 2**24)
-        check_integer("max_waiting", self.max_waiting, 1, 2**31 - 1)
-        check_integer("max_waiting_per_session", self.max_waiting_per_session, 1, 2**31 - 1)
-        check_integer("seed", self.seed, 0, MAX_SEED)
-        check_number("close_timeout_s", self.close_timeout_s, 0.0, 86400.0)
+        check_integer("max_waiting", self.max_waiting, 1, 2**31 - 1, optional=False)
+        check_integer(
+            "max_waiting_per_session", self.max_waiting_per_session, 1, 2**31 - 1, optional=False
+        )
+        check_integer("seed", self.seed, 0, MAX_SEED, optional=False)
+        check_number("close_timeout_s", self.close_timeout_s, 0.0, 86400.0, optional=False)
         for name in ("prefix_cache", "allow_remote_code", "share_attention", "debug"):
             check_flag(name, getattr(self, name))
         if self.num_blocks is not None and self.kv_memory_bytes is not None:
@@ -117,16 +121,16 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1, optional=False)
         check_number("temperature", self.temperature, 0.0, math.inf)
         check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_integer("top_k", self.top_k, 0, 2**31 - 1)
         check_number("min_p", self.min_p, 0.0, 1.0)
         check_integer("seed", self.seed, 0, MAX_SEED)
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, optional=False)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, optional=False)
         check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS, optional=False)
         check_flag("logprobs", self.logprobs)
         check_flag("ignore_eos", self.ignore_eos)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -137,28 +141,25 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
         self._check_bias()
 
     def _check_stops(self) -> None:
-        if isinstance(self.stop, str) or not isinstance(self.stop, tuple):
-            raise InvalidOptionError("stop must be a tuple of strings")
-        if len(self.stop) > MAX_STOPS:
-            raise InvalidOptionError(
-                f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed"
-            )
-        for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+        for name, values in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+            if not isinstance(values, tuple) or len(values) > MAX_STOPS:
                 raise InvalidOptionError(
-                    f"each stop string must have 1 to {MAX_STOP_CHARS} characters"
+                    f"{name}={short(values)} must be a tuple with at most {MAX_STOPS} entries"
                 )
-        if not isinstance(self.stop_token_ids, tuple) or len(self.stop_token_ids) > MAX_STOPS:
-            raise InvalidOptionError(
-                f"stop_token_ids must be a tuple of at most {MAX_STOPS} token ids"
-            )
+        for at, text in enumerate(self.stop):
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+                given = len(text) if isinstance(text, str) else type(text).__name__
+                raise InvalidOptionError(
+                    f"stop[{at}] must be a string of 1 to {MAX_STOP_CHARS} characters, not {given}"
+                )
         for token_id in self.stop_token_ids:
             check_integer("stop_token_ids", token_id, 0, 2**31 - 1, optional=False)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidOptionError(
-                f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers"
+                f"logit_bias={short(self.logit_bias)} must map at most {MAX_LOGIT_BIAS} token ids "
+                "to numbers"
             )
         for token_id, bias in self.logit_bias.items():
             check_integer("logit_bias token id", token_id, 0, 2**31 - 1, optional=False)
@@ -211,7 +212,8 @@ def check_number(
     """Raise InvalidOptionError unless `value` is finite and in low..high, or None when optional."""
     if value is None and optional:
         return
-    valid = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
+    # NaN fails both comparisons, infinity and integers beyond all floats fail the second.
+    valid = type(value) in (int, float) and low <= value <= min(high, sys.float_info.max)
     if not valid or (open_low and value == low):
         bound = "above" if open_low else "from"
         raise InvalidOptionError(
@@ -225,11 +227,21 @@ def check_flag(name: str, value: Any) -> None:  # Any: user input
         raise InvalidOptionError(f"{name}={short(value)} must be True or False")
 
 
+def check_string(name: str, value: Any, *, optional: bool = True) -> None:  # Any: user input
+    """Raise InvalidOptionError unless `value` is a string, or None when optional."""
+    if not isinstance(value, str) and not (value is None and optional):
+        raise InvalidOptionError(f"{name}={short(value)} must be a string")
+
+
 def short(value: object) -> str:
-    """`repr` for an error message, cut so that a huge value cannot flood it."""
+    """A value for an error message, cut so that a huge one can neither flood nor delay it."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, (str, bytes, list, tuple, dict, set)) and len(value) > 40:
-        return f"a {type(value).__name__} of length {len(value)}"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if value is None or isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (str, bytes)) and len(value) <= 40:
+        return repr(value)
+    kind = type(value).__name__
+    if isinstance(value, (str, bytes, list, tuple, dict, set)):
+        return f"<{kind} of length {len(value)}>"
+    return f"<{kind}>"

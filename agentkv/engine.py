@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
-from .config import EngineConfig, GenerateOptions, check_integer
+from .config import EngineConfig, GenerateOptions, check_integer, check_string, short
 from .errors import (
     EngineClosedError,
     EngineNotOpenError,
@@ -23,7 +24,7 @@ from .session import Session
 from .text import conversation as text
 from .text.tokenizer import ChatTokenizer
 from .tree import draw_tree
-from .turn import Host, Prompt, State, derive_key, to_entries
+from .turn import Host, Prompt, State, derive_key, is_list, to_entries
 from .worker import ModelInfo, Runner, Snapshot, TokenIds, Worker
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class Engine:
 
     `open_runner` is called off the loop with the configuration and returns a Runner. `tokenizer`
     defaults to the runner's own `tokenizer`, if it has one; without any, prompts are token ids.
+
+    Raises:
+        InvalidOptionError: an argument is of the wrong type.
     """
 
     def __init__(
@@ -54,6 +58,11 @@ class Engine:
         tokenizer: ChatTokenizer | None = None,
         config: EngineConfig | None = None,
     ) -> None:
+        if not callable(open_runner):
+            raise InvalidOptionError(f"open_runner={short(open_runner)} cannot be called")
+        if tokenizer is not None and not isinstance(tokenizer, ChatTokenizer):
+            raise InvalidOptionError(f"tokenizer={short(tokenizer)} is no ChatTokenizer")
+        _check_config(config)
         self._open_runner = open_runner
         self._tokenizer = tokenizer
         self._config = config or EngineConfig()
@@ -83,14 +92,19 @@ class Engine:
             TypeError: an override is not a field of EngineConfig.
             InvalidOptionError: a setting is out of range.
         """
+        _check_config(config)
         known = EngineConfig.__struct_fields__
         if unknown := sorted(overrides.keys() - set(known)):
             raise TypeError(f"EngineConfig has no field {', '.join(unknown)}")
         settings = msgspec.structs.asdict(config or EngineConfig()) | overrides
         chosen = EngineConfig(**settings)
-        if model is not None and not isinstance(model, str) and tokenizer is None:
-            if hasattr(model, "parameters"):
-                raise InvalidOptionError("a loaded model needs its tokenizer: tokenizer=...")
+        is_loaded = hasattr(model, "parameters")
+        if not (model is None or isinstance(model, (str, PathLike)) or is_loaded):
+            raise InvalidOptionError(f"model={short(model)} is no path, hub id or loaded model")
+        if is_loaded and tokenizer is None:
+            raise InvalidOptionError("a loaded model needs its tokenizer: tokenizer=...")
+        if progress is not None and not callable(progress):
+            raise InvalidOptionError(f"progress={short(progress)} cannot be called")
 
         def open_runner(config: EngineConfig) -> Runner:
             from .model.opening import open_pretrained
@@ -163,13 +177,13 @@ class Engine:
         Raises:
             EngineNotOpenError: the engine has not been opened.
             RequestError: the messages are wrong.
+            ContextLengthError: by their length alone they cannot fit.
         """
         host = self._opened()
         host.worker.check()
         check_integer("priority", priority, -(2**31), 2**31 - 1, optional=False)
-        for label, value in (("name", name), ("namespace", namespace)):
-            if value is not None and not isinstance(value, str):
-                raise InvalidOptionError(f"{label} must be a string, not {type(value).__name__}")
+        check_string("name", name)
+        check_string("namespace", namespace)
         conversation = _start(host, system, messages)
         self._ordinal += 1
         key = derive_key(self._config.seed, "root", self._ordinal)
@@ -219,18 +233,29 @@ class Engine:
         return self._host
 
 
+def _check_config(config: EngineConfig | None) -> None:
+    if config is not None and not isinstance(config, EngineConfig):
+        raise InvalidOptionError(f"config={short(config)} is no EngineConfig")
+
+
 def _start(
     host: Host, system: str | Sequence[int] | None, messages: Sequence[Message] | Sequence[int]
 ) -> text.Conversation:
-    opening = [] if system is None else list(to_entries(system))
+    opening = list(to_entries(host, system))
     if isinstance(system, str):
         opening = [Message("system", system)]
-    if isinstance(messages, (str, Message)):
-        raise RequestError("messages is a list of messages, or of token ids")
-    opening += to_entries(messages) if len(messages) else ()
+    if isinstance(messages, (str, Message)) or messages is None:
+        kind = type(messages).__name__
+        raise RequestError(f"messages is a list of messages or of token ids, not {kind}")
+    if not (is_list(messages) and len(messages) == 0):
+        opening += to_entries(host, messages)
     ids = [entry for entry in opening if not isinstance(entry, Message)]
     if ids and len(ids) < len(opening):
         raise RequestError("a session opens with messages or with token ids, not both")
-    if ids:
-        return text.start_from_ids([token for span in ids for token in span])
-    return text.start([entry for entry in opening if isinstance(entry, Message)])
+    conversation = (
+        text.start_from_ids([token for span in ids for token in span])
+        if ids
+        else text.start([entry for entry in opening if isinstance(entry, Message)])
+    )
+    text.check_size(host.tokenizer, conversation, host.limit, host.info.vocab_size)
+    return conversation

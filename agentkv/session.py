@@ -17,7 +17,14 @@ from weakref import ReferenceType, ref
 import anyio
 import msgspec
 
-from .config import GenerateOptions, SamplingOptions, check_number
+from .config import (
+    GenerateOptions,
+    SamplingOptions,
+    check_integer,
+    check_number,
+    check_string,
+    short,
+)
 from .errors import (
     CheckpointError,
     NamespaceError,
@@ -202,7 +209,7 @@ class Session:
         leaving the block earlier discards it.
         """
         chosen = parse_options(self._host, options)
-        entries = to_entries(prompt)
+        entries = to_entries(self._host, prompt)
         check_number("timeout", timeout, 0.0, 1e9)
 
         async def begin(stream: Stream) -> Turn:
@@ -222,10 +229,16 @@ class Session:
 
         Raises:
             SessionBusyError: a call runs or waits.
+            RequestError: a message is wrong.
+            ContextLengthError: by their length alone the messages cannot fit.
         """
         self._check_idle()
-        entries = [entry for message in messages for entry in to_entries(message)]
+        host = self._host
+        if any(message is None for message in messages):
+            raise RequestError("a message to add is text or a Message, not None")
+        entries = [entry for message in messages for entry in to_entries(host, message)]
         conversation = text.extend(self._state.conversation, tuple(entries))
+        text.check_size(host.tokenizer, conversation, host.limit, host.info.vocab_size)
         self._state = replace(self._state, conversation=conversation)
 
     async def score(self, texts: Sequence[str]) -> list[float]:
@@ -235,14 +248,20 @@ class Session:
 
         Raises:
             RequestError: there is no text, or a text has no tokens.
+            CapacityError: a text does not fit, or there are too many.
         """
-        tokenizer = self._host.tokenizer
-        if isinstance(texts, str) or not texts or not all(isinstance(t, str) for t in texts):
-            raise RequestError("score takes a list of texts")
+        tokenizer, most = self._host.tokenizer, self._host.config.max_waiting
+        if not isinstance(texts, (list, tuple)) or not texts:
+            raise RequestError(f"score takes a list of texts, not {type(texts).__name__}")
+        if len(texts) > most:
+            raise QueueFullError(f"{len(texts)} texts would wait and max_waiting={most}")
+        if wrong := [type(text).__name__ for text in texts if not isinstance(text, str)]:
+            raise RequestError(f"score takes texts, not {wrong[0]}")
         if tokenizer is None:
             raise RequestError("score needs a tokenizer")
         # Refused by length before anything is encoded, and encoded off the loop when long.
-        tokenizer.check_length(texts, self._host.limit * len(texts))
+        for one in texts:
+            tokenizer.check_length([one], self._host.limit)
         encode = partial(tokenizer.encode_continuations, list(texts))
         encoded = await handle_text(encode, sum(map(len, texts)))
         if not all(encoded):
@@ -279,6 +298,7 @@ class Session:
         Parent and fork are equals: either may close first, run at the same time, be forked again.
         """
         self._check_open()
+        check_string("name", name)
         self._forks += 1
         state = replace(self._state, key=derive_key(self._state.key, "fork", self._forks))
         return Session(self._host, state, parent=self.id, name=name, priority=self._priority)
@@ -286,8 +306,7 @@ class Session:
     @asynccontextmanager
     async def branches(self, n: int) -> AsyncIterator[list[Session]]:
         """`n` forks that are closed at the end of the block, unless adopted."""
-        if type(n) is not int or not 1 <= n <= 65536:
-            raise RequestError("the number of branches must be an integer from 1 to 65536")
+        check_integer("n", n, 1, 65536, optional=False)
         forks = [self.fork() for _ in range(n)]
         try:
             yield forks
@@ -303,6 +322,8 @@ class Session:
             NamespaceError: they are in different namespaces.
         """
         self._check_idle()
+        if not isinstance(branch, Session):
+            raise RequestError(f"a session adopts another session, not {short(branch)}")
         branch._check_idle()
         if branch is self or branch._host is not self._host:
             raise RequestError("a session adopts another session of the same engine")
@@ -324,6 +345,8 @@ class Session:
             CheckpointError: the checkpoint is closed, or another session's.
         """
         self._check_idle()
+        if not isinstance(checkpoint, Checkpoint):
+            raise RequestError(f"a session rolls back to a checkpoint, not {short(checkpoint)}")
         if checkpoint._owner != self.id or checkpoint._host is not self._host:
             raise CheckpointError(f"the checkpoint belongs to {checkpoint._owner}, not {self.id}")
         if checkpoint._state is None:
@@ -409,7 +432,7 @@ class Session:
     ) -> Completion:
         """`n` replies to one prompt, the first of which is committed."""
         chosen = parse_options(self._host, options)
-        entries = to_entries(prompt)
+        entries = to_entries(self._host, prompt)
         check_number("timeout", timeout, 0.0, 1e9)
         with anyio.fail_after(timeout):
             turn = await self._begin(entries, chosen, reply=True)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import anyio
 import anyio.lowlevel
 
-from .config import EngineConfig
+from .config import EngineConfig, short
 from .core.batch import ModelInfo
 from .core.core import Core
 from .core.protocols import Runner
@@ -27,6 +27,7 @@ from .core.sequence import Failed, Finished, Request, Snapshot, TokenIds
 from .errors import (
     EngineClosedError,
     EngineDeadError,
+    InvalidOptionError,
     QueueFullError,
     WrongLoopError,
 )
@@ -401,7 +402,10 @@ class Worker:
         return False
 
     def _open_core(self) -> Core:
-        self.runner = self._open_runner(self.config)
+        runner = self._open_runner(self.config)
+        if not isinstance(runner, Runner):
+            raise InvalidOptionError(f"open_runner gave {short(runner)}, which is no Runner")
+        self.runner = runner
         try:
             core = self._make_core(self.runner)
         except BaseException:

@@ -13,6 +13,7 @@ from datetime import datetime
 
 import numpy as np
 
+from ..config import short
 from ..core.batch import TokenArray
 from ..errors import ChatTemplateError, ContextLengthError, InvalidOptionError, RequestError
 from ..messages import FinishReason, Message
@@ -24,6 +25,8 @@ __all__ = [
     "Entry",
     "StoredIds",
     "TurnPlan",
+    "check_messages",
+    "check_size",
     "checked_ids",
     "commit",
     "extend",
@@ -141,7 +144,10 @@ def checked_ids(
             raise InvalidOptionError(f"token ids must be integers, not {kind.__name__}")
     checked = tuple(map(int, values))
     if checked and not (min(checked) >= 0 and max(checked) < vocab_size):
-        raise InvalidOptionError(f"token ids must be from 0 to {vocab_size - 1}")
+        at = next(at for at, value in enumerate(checked) if not 0 <= value < vocab_size)
+        raise InvalidOptionError(
+            f"token ids must be from 0 to {vocab_size - 1}, and number {at} is {short(checked[at])}"
+        )
     return checked
 
 
@@ -169,7 +175,7 @@ def plan(
     conversation = _resolve(extend(conversation, entries), len(ids))
     if not conversation.has_unanswered:
         return _plan_nothing_new(tokenizer, conversation, ids, reply)
-    _check_size(tokenizer, conversation, limit, vocab_size)
+    check_size(tokenizer, conversation, limit, vocab_size)
     tail = Tail(tokenizer, conversation, ids, limit)
     target = tail.target(reply=reply)
     if reply and tail.start + len(target) == 0:
@@ -242,9 +248,16 @@ def _plan_nothing_new(
     )
 
 
-def _check_size(
+def check_size(
     tokenizer: ChatTokenizer | None, conversation: Conversation, limit: int, vocab_size: int
 ) -> None:
+    """Refuse what is not answered yet where it can never be, without rendering or encoding it.
+
+    Raises:
+        ContextLengthError: by its length alone it cannot fit in `limit` tokens.
+        ChatTemplateError: there are messages and no tokenizer.
+        InvalidOptionError: a raw id is not in the vocabulary.
+    """
     spans = conversation.spans[conversation.num_answered_spans :]
     num_raw = sum(len(span.ids) for span in spans)
     if num_raw > limit:

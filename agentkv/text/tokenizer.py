@@ -21,6 +21,7 @@ from .template import ChatTemplate
 
 __all__ = ["ROLES", "ChatTokenizer"]
 
+_SLICE = 1 << 14
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
 
 
@@ -87,6 +88,7 @@ class ChatTokenizer:
             ContextLengthError: the text cannot fit in `limit` tokens.
             RequestError: the text is not valid Unicode.
         """
+        _check_text(text)
         self.check_length([text], limit)
         return self._plain.encode([Piece(text, "user")], add_special_tokens=True, limit=limit)
 
@@ -95,12 +97,14 @@ class ChatTokenizer:
 
         A BOS is added where the tokenizer adds one and the text does not begin with it.
         """
+        _check_text(text)
         starts = self.bos_token is not None and text.startswith(self.bos_token)
         pieces = [Piece(text, "template")]
         return self._plain.encode(pieces, add_special_tokens=not starts, limit=limit)
 
     def encode_continuation(self, text: str, *, limit: int | None = None) -> list[int]:
         """Ids of raw text that continues other ids: no BOS, control-token text stays text."""
+        _check_text(text)
         self.check_length([text], limit)
         return self._plain.encode([Piece(text, "user")], anchored=True, limit=limit)
 
@@ -109,8 +113,15 @@ class ChatTokenizer:
         return [self.encode_continuation(text) for text in texts]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of whole ids; incomplete characters at the end come out as U+FFFD."""
-        return str(self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special))
+        """The text of whole ids; incomplete characters at the end come out as U+FFFD.
+
+        Raises:
+            RequestError: an id is no integer from 0 to 2**32 - 1.
+        """
+        try:
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+        except (OverflowError, TypeError):
+            raise RequestError(f"token ids must be integers from 0 to {2**32 - 1}") from None
 
     def detokenizer(self) -> Detokenizer:
         """A detokenizer at the beginning of a reply."""
@@ -237,10 +248,38 @@ def check_messages(messages: Sequence[Message]) -> None:
     """Raise RequestError for a role that is not allowed or a text that is not valid Unicode."""
     for message in messages:
         if not isinstance(message.role, str) or message.role not in ROLES:
-            raise RequestError(f"a message's role must be one of {', '.join(sorted(ROLES))}")
+            raise RequestError(
+                f"a message's role must be one of {', '.join(sorted(ROLES))}, not "
+                f"{_short_role(message.role)}"
+            )
         if not isinstance(message.content, str):
             kind = type(message.content).__name__
             raise RequestError(f"a message's content must be text, not {kind}")
+        if not _is_unicode(message.content):
+            raise RequestError("a message's content has half of a surrogate pair")
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"a text must be a string, not {type(text).__name__}")
+
+
+def _short_role(role: object) -> str:
+    """A role for an error message, unless it may be a text that was put in its place."""
+    is_word = isinstance(role, str) and len(role) <= 16 and role.isidentifier()
+    return repr(role) if is_word else f"<{type(role).__name__}>"
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be encoded; looked at in slices, so that no copy of it is made."""
+    if text.isascii():
+        return True
+    try:
+        for start in range(0, len(text), _SLICE):
+            text[start : start + _SLICE].encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unpadded(backend: Tokenizer) -> Tokenizer:
