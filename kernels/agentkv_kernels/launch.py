@@ -1,22 +1,25 @@
 """The entry points of the kernels: checks the arguments and picks the implementation.
 
-Importable and correct where triton is missing.
+On the CPU cpu.py, on a GPU the Triton kernels where they run, else the reference. Importable and
+correct where triton is missing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from . import cpu, reference
+from . import cpu, reference, tuning
 from .plan import StepPlan
 
-__all__ = ["allocate_cache", "copy_blocks", "paged_attention", "write_kv"]
+__all__ = ["allocate_cache", "copy_blocks", "paged_attention", "runs_triton", "write_kv"]
 
 
 def allocate_cache(
@@ -55,12 +58,20 @@ def paged_attention(
 
     The keys of this step's tokens must be in the cache already. A key at position p is visible at
     position q iff q - window < p <= q. `softcap` and `sinks` [Hq] are in natural units, as the
-    model has them. Padding rows give zeros. ValueError for shapes that do not fit together.
+    model has them. Padding rows give zeros. Where the plan's tiles were loaded into buffers with
+    room for more query tokens (device_tiles.py), T is theirs. ValueError for shapes that do not fit
+    together.
     """
     _check_attention(query, k_cache, v_cache, plan, sinks)
     if window is not None and window < 1:
         raise ValueError(f"a window has at least one position, not {window}")
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    if runs_triton(query.device) and max(query.shape[2], v_cache.shape[3]) <= tuning.MAX_HEAD_DIM:
+        from . import tile_attention
+
+        return tile_attention.paged_attention(query, k_cache, v_cache, plan, **options)  # type: ignore[arg-type]  # one dict for all paths
+    if len(query) != plan.num_tokens:
+        raise ValueError(f"the plan is for {plan.num_tokens} query tokens, not {len(query)}")
     if query.device.type == "cpu":
         return cpu.paged_attention(query, k_cache, v_cache, plan, **options)  # type: ignore[arg-type]  # one dict for all paths
     return reference.paged_attention(query, k_cache, v_cache, plan, **options)  # type: ignore[arg-type]  # one dict for all paths
@@ -80,9 +91,13 @@ def write_kv(
     slots = torch.as_tensor(slot_mapping)
     if len(slots) != len(key) or len(slots) != len(value):
         raise ValueError(f"{len(slots)} slots for {len(key)} keys and {len(value)} values")
-    block_size = k_cache.shape[2]
-    num_blocks = k_cache.shape[0]
     slots = slots.to(k_cache.device)
+    if runs_triton(k_cache.device):
+        from . import cache_ops
+
+        cache_ops.write_kv(key, value, k_cache, v_cache, slots)
+        return
+    num_blocks, _, block_size, _ = k_cache.shape
     slots = torch.where(slots < 0, (num_blocks - 1) * block_size, slots)
     block, offset = slots // block_size, slots % block_size
     k_cache[block, :, offset] = key.to(k_cache.dtype)
@@ -99,7 +114,18 @@ def copy_blocks(caches: Sequence[Tensor], copies: Sequence[tuple[int, int, int]]
     targets = {dst for _, dst, _ in copies}
     if len(targets) != len(copies) or any(src in targets for src, _, _ in copies):
         raise ValueError("a block is copied to twice, or is copied from and to")
+    if caches and runs_triton(caches[0].device):
+        from . import cache_ops
+
+        cache_ops.copy_blocks(caches, copies)
+        return
     reference.copy_blocks(caches, copies)
+
+
+@cache
+def runs_triton(device: torch.device) -> bool:
+    """Whether the Triton kernels run on `device`: a GPU they are made for, and triton is there."""
+    return tuning.architecture(device) is not None and find_spec("triton") is not None
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -117,10 +143,8 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _check_attention(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, plan: StepPlan, sinks: Tensor | None
 ) -> None:
-    num_tokens, num_q_heads, head_dim = query.shape
+    _, num_q_heads, head_dim = query.shape
     num_kv_heads = k_cache.shape[1]
-    if num_tokens != plan.num_tokens:
-        raise ValueError(f"the plan is for {plan.num_tokens} query tokens, not {num_tokens}")
     if head_dim != k_cache.shape[3] or num_q_heads % num_kv_heads:
         raise ValueError(f"queries {tuple(query.shape)} do not fit keys {tuple(k_cache.shape)}")
     if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[2] != plan.block_size:

@@ -1,0 +1,325 @@
+"""Paged attention over a plan's tiles, in Triton.
+
+One kernel, three variants: narrow and wide tiles of decode rows and shared runs, where every row
+sees every key, and tiles of prefill chunks, which are causal. A row that one tile serves alone is
+written at once, others leave partial results that merge.py joins. The checks are the wrapper's: the
+kernel assumes them. Runs on a GPU, or on the CPU under TRITON_INTERPRET=1.
+"""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# Arguments of jitted functions have no Python types: they are pointers, scalars and constexprs.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .device_tiles import DELTA, NUM_NARROW, NUM_PREFILL, NUM_WIDE, DeviceTiles, on_device
+from .merge import merge_slots
+from .plan import StepPlan
+from .reference import LOG2_E
+from .tiles import (
+    BLK0,
+    DIAGONAL,
+    DIRECT,
+    FLAGS,
+    GROWS,
+    KV_LEN,
+    KV_OFF,
+    NUM_ROWS,
+    ROW0,
+    SLIDES,
+    SLOT0,
+    TileShape,
+)
+from .tuning import TileConfig, Tuning, tuning_of
+
+_ROW0, _NUM_ROWS, _BLK0 = tl.constexpr(ROW0), tl.constexpr(NUM_ROWS), tl.constexpr(BLK0)
+_KV_OFF, _KV_LEN, _SLOT0 = tl.constexpr(KV_OFF), tl.constexpr(KV_LEN), tl.constexpr(SLOT0)
+_FLAGS, _DIAGONAL, _DELTA = tl.constexpr(FLAGS), tl.constexpr(DIAGONAL), tl.constexpr(DELTA)
+_GROWS, _SLIDES, _DIRECT = tl.constexpr(GROWS), tl.constexpr(SLIDES), tl.constexpr(DIRECT)
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+@triton.jit
+def _capped(b_s, scale, softcap):
+    """Scores in base 2: softcap x tanh(score / softcap), times log2(e)."""
+    # tanh(x) = 1 - 2 / (1 + e^2x), right at both infinities
+    power = tl.exp2(b_s * (scale * 2.0 * _LOG2_E / softcap))
+    return (softcap * _LOG2_E) * (1.0 - 2.0 / (1.0 + power))
+
+
+@triton.jit
+def _tile_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    part_ptr,  # float32 [slots, num_q_heads, VALUE_DIM]
+    lse_ptr,  # float32 [slots, num_q_heads]
+    sinks_ptr,  # [num_q_heads] or None
+    tiles_ptr,
+    rows_ptr,
+    blk_ptr,
+    counts_ptr,
+    scale,
+    softcap,  # or None
+    window,  # or None
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ot,
+    stride_oh,
+    KIND: tl.constexpr,  # index of the number of tiles in counts
+    IS_CAUSAL: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,  # programs that share a tile's rows, of BLOCK_M each
+):
+    num_tiles = tl.load(counts_ptr + KIND)
+    delta = tl.load(counts_ptr + _DELTA)
+    # Every id is 64 bits wide before it is multiplied by a stride.
+    i_head = (tl.program_id(1) // PARTS).to(tl.int64)
+    o_m = (tl.program_id(1) % PARTS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_row = (o_m // GROUP).to(tl.int32)
+    o_head = i_head * GROUP + o_m % GROUP
+    o_k = tl.arange(0, KEY_PAD)
+    o_v = tl.arange(0, VALUE_PAD)
+    is_k = o_k < KEY_DIM
+    is_v = o_v < VALUE_DIM
+    for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        tile_ptr = tiles_ptr + tl.cast(i_tile, tl.int64) * 8
+        kv_off = tl.load(tile_ptr + _KV_OFF)
+        flags = tl.load(tile_ptr + _FLAGS)
+        diagonal = tl.load(tile_ptr + _DIAGONAL)
+        first = kv_off + tl.where((flags & _SLIDES) != 0, delta, 0)
+        end = kv_off + tl.load(tile_ptr + _KV_LEN) + tl.where((flags & _GROWS) != 0, delta, 0)
+        b_blk_ptr = blk_ptr + tl.load(tile_ptr + _BLK0)
+        is_row = o_row < tl.load(tile_ptr + _NUM_ROWS)
+        row_ptr = rows_ptr + tl.load(tile_ptr + _ROW0) + o_row
+        b_token = tl.load(row_ptr, mask=is_row, other=0).to(tl.int64)
+        q_at = b_token * stride_qt + o_head * stride_qh
+        is_q = is_row[:, None] & is_k[None, :]
+        b_q = tl.load(q_ptr + q_at[:, None] + o_k[None, :], mask=is_q, other=0.0)
+
+        b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        b_l = tl.zeros([BLOCK_M], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+        for start in range(first, end, BLOCK_N):
+            o_n = start + tl.arange(0, BLOCK_N)
+            is_key = o_n < end
+            b_blk = tl.load(b_blk_ptr + o_n // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            b_slot = (o_n % BLOCK_SIZE).to(tl.int64)
+            k_at = b_blk * stride_kb + b_slot * stride_ks + i_head * stride_kh
+            v_at = b_blk * stride_vb + b_slot * stride_vs + i_head * stride_vh
+            # Whatever lies behind the last key may be NaN, and 0 x NaN is NaN: V is masked too.
+            is_kk = is_k[:, None] & is_key[None, :]
+            b_k = tl.load(k_ptr + k_at[None, :] + o_k[:, None], mask=is_kk, other=0.0)
+            is_vv = is_key[:, None] & is_v[None, :]
+            b_v = tl.load(v_ptr + v_at[:, None] + o_v[None, :], mask=is_vv, other=0.0)
+            b_s = tl.dot(b_q, b_k.to(b_q.dtype), input_precision="ieee")
+            if softcap is not None:
+                b_s = _capped(b_s, scale, softcap)
+            else:
+                b_s = b_s * (scale * _LOG2_E)
+            is_seen = is_key[None, :]
+            if IS_CAUSAL:
+                distance = (diagonal + o_row)[:, None] - (o_n - kv_off)[None, :]
+                is_seen = is_seen & (distance >= 0)
+                if window is not None:
+                    is_seen = is_seen & (distance < window)
+            b_s = tl.where(is_seen, b_s, float("-inf"))
+            b_top = tl.maximum(b_m, tl.max(b_s, 1))
+            # A row that has seen no key yet: -inf less -inf would be NaN.
+            b_safe = tl.where(b_top == float("-inf"), 0.0, b_top)
+            b_p = tl.exp2(b_s - b_safe[:, None])
+            b_old = tl.exp2(b_m - b_safe)
+            b_l = b_l * b_old + tl.sum(b_p, 1)
+            b_acc = b_acc * b_old[:, None]
+            b_acc += tl.dot(b_p.to(b_q.dtype), b_v.to(b_q.dtype), input_precision="ieee")
+            b_m = b_top
+
+        has_keys = b_l > 0.0
+        b_total = tl.where(has_keys, b_l, 1.0)
+        b_out = b_acc / b_total[:, None]
+        b_lse = b_m + tl.log2(b_total)  # -inf without keys
+        is_out = is_row[:, None] & is_v[None, :]
+        if (flags & _DIRECT) != 0:
+            if sinks_ptr is not None:
+                b_sink = tl.load(sinks_ptr + o_head, mask=is_row, other=0.0).to(tl.float32)
+                # out x 2^lse / (2^lse + 2^sink); a row without keys stays zero
+                b_out = b_out / (1.0 + tl.exp2(b_sink * _LOG2_E - b_lse))[:, None]
+                b_out = tl.where(has_keys[:, None], b_out, 0.0)
+            out_at = b_token * stride_ot + o_head * stride_oh
+            p_out = out_ptr + out_at[:, None] + o_v[None, :]
+            tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=is_out)
+        else:
+            b_slot_at = (tl.load(tile_ptr + _SLOT0) + o_row).to(tl.int64)
+            lse_at = b_slot_at * (NUM_KV_HEADS * GROUP) + o_head
+            tl.store(lse_ptr + lse_at, b_lse, mask=is_row)
+            p_part = part_ptr + (lse_at * VALUE_DIM)[:, None] + o_v[None, :]
+            tl.store(p_part, b_out, mask=is_out)
+
+
+def tile_shape(query: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> TileShape:
+    """The tiles that `paged_attention` reads for these arguments."""
+    tuning, num_programs = _tuning(query, k_cache, v_cache)
+    return TileShape(
+        group=query.shape[1] // k_cache.shape[1],
+        num_kv_heads=k_cache.shape[1],
+        head_dim=k_cache.shape[3],
+        itemsize=k_cache.element_size(),
+        window=window,
+        workers=num_programs,
+        narrow_rows=tuning.narrow.block_m,
+        wide_rows=tuning.wide.block_m,
+        prefill_rows=tuning.prefill.block_m,
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: StepPlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of query [T, Hq, Dk] over the plan's tiles, [T, Hq, Dv], written to `out` if given.
+
+    T may exceed the plan's tokens where the tiles were loaded into buffers with room for more: the
+    rest is padding and comes out zero. That heads and sizes fit has been checked by launch.py.
+
+    Raises:
+        ValueError: tensors on several devices, a last dimension that is not contiguous, another
+            number of query tokens than the buffers hold.
+    """
+    tensors = [query, k_cache, v_cache, *(t for t in (sinks, out) if t is not None)]
+    if any(tensor.device != query.device for tensor in tensors):
+        raise ValueError(f"tensors on several devices: {[str(t.device) for t in tensors]}")
+    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1 or (out is not None and out.stride(2) != 1):
+        raise ValueError("the last dimension of caches and output must be contiguous")
+    tiles = on_device(plan.tile_set(tile_shape(query, k_cache, v_cache, window)), query.device)
+    if len(query) != tiles.capacity.tokens:
+        raise ValueError(f"the tiles are for {tiles.capacity.tokens} tokens, not {len(query)}")
+    if out is None:
+        out = query.new_empty(*query.shape[:2], v_cache.shape[3])
+    # A product is taken in the wider type of its two sides.
+    wider = torch.promote_types(query.dtype, k_cache.dtype)
+    rows = query if query.stride(2) == 1 and query.dtype == wider else query.to(wider).contiguous()
+    slots = out.new_empty(tiles.capacity.slots, *out.shape[1:], dtype=torch.float32)
+    lses = slots.new_empty(slots.shape[:2])
+    tuning, num_programs = _tuning(query, k_cache, v_cache)
+    for kind, records, config in (
+        (NUM_WIDE, tiles.wide, tuning.wide),
+        (NUM_NARROW, tiles.narrow, _narrow(tuning, query.shape[1] // k_cache.shape[1])),
+        (NUM_PREFILL, tiles.prefill, tuning.prefill),
+    ):
+        if len(records):
+            grid = _grid(kind, len(records), num_programs, rows, k_cache, config)
+            _launch(
+                grid, kind, records, config, tiles, (rows, k_cache, v_cache, out, slots, lses),
+                scale=scale, window=window, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
+    if tiles.needs_merge:
+        merge_slots(slots, lses, tiles, out, sinks)
+    return out
+
+
+def _tuning(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tuning, int]:
+    head_dim = max(k_cache.shape[3], v_cache.shape[3])
+    wider = torch.promote_types(query.dtype, k_cache.dtype)
+    return tuning_of(query.device, head_dim, wider)
+
+
+def _narrow(tuning: Tuning, group: int) -> TileConfig:
+    """One token's query heads fill a narrow tile, or need a wide one."""
+    return tuning.narrow if group <= tuning.narrow.block_m else tuning.wide
+
+
+def _parts(group: int, config: TileConfig) -> int:
+    # A tile has as many packed rows as its variant, or those of one token where they are more.
+    return -(-max(group, config.block_m) // config.block_m)
+
+
+def _grid(
+    kind: int,
+    num_tiles: int,
+    num_programs: int,
+    query: Tensor,
+    k_cache: Tensor,
+    config: TileConfig,
+) -> tuple[int, int]:
+    """Programs that walk the tiles, times those of one tile."""
+    num_kv_heads = k_cache.shape[1]
+    num_lanes = num_kv_heads * _parts(query.shape[1] // num_kv_heads, config)
+    if kind == NUM_PREFILL:
+        return num_tiles, num_lanes
+    # Tiles are sorted, longest first, so programs that take every n-th one are loaded evenly.
+    return min(num_tiles, max(1, num_programs // num_lanes)), num_lanes
+
+
+def _launch(
+    grid: tuple[int, int],
+    kind: int,
+    records: Tensor,
+    config: TileConfig,
+    tiles: DeviceTiles,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Run one variant over all tiles of its kind; how many there are is read on the device."""
+    query, k_cache, v_cache, out, _, _ = tensors
+    num_kv_heads, block_size, key_dim = k_cache.shape[1:]
+    value_dim, group = v_cache.shape[3], query.shape[1] // num_kv_heads
+    _tile_attention_kernel[grid](
+        *tensors,
+        sinks,
+        records,
+        tiles.rows,
+        tiles.blk,
+        tiles.counts,
+        scale,
+        softcap,
+        window,
+        *query.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        *out.stride()[:2],
+        KIND=kind,
+        IS_CAUSAL=kind == NUM_PREFILL,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEY_PAD=max(16, triton.next_power_of_2(key_dim)),
+        VALUE_PAD=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PARTS=_parts(group, config),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
