@@ -247,7 +247,7 @@ class Session:
         Nothing is appended to the conversation.
 
         Raises:
-            RequestError: there is no text, or a text has no tokens.
+            RequestError: there is no text, a text has no tokens, or nothing asks for a reply.
             CapacityError: a text does not fit, or there are too many.
         """
         tokenizer, most = self._host.tokenizer, self._host.config.max_waiting

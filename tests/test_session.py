@@ -361,6 +361,16 @@ async def test_what_can_never_fit_is_refused_at_once() -> None:
             assert len(runner.batches) == steps
 
 
+async def test_more_ids_than_fit_are_refused_before_they_are_read(bench: Bench) -> None:
+    ids = ["not read"] * 1_000_000
+    session = bench.engine.session(system=SYSTEM)
+    with pytest.raises(ContextLengthError):
+        await session.generate(ids)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(ContextLengthError):
+        bench.engine.session(messages=ids)  # type: ignore[arg-type]  # wrong on purpose
+    assert not bench.runner.batches
+
+
 async def test_a_full_queue_refuses() -> None:
     engine, _ = make(max_waiting_per_session=2)
     async with engine:

@@ -37,7 +37,6 @@ __all__ = [
 
 Entry = Message | tuple[int, ...]
 
-MAX_PROMPT_IDS = 2**22
 # Enough last ids of a reply to hold every byte of a character that its end broke.
 CONTEXT_IDS = 8
 
@@ -127,7 +126,7 @@ def extend(conversation: Conversation, entries: Sequence[Entry]) -> Conversation
 
 
 def checked_ids(
-    ids: Iterable[object], *, vocab_size: int = 2**31, limit: int = MAX_PROMPT_IDS
+    ids: Iterable[object], *, vocab_size: int = 2**31, limit: int = 2**31
 ) -> tuple[int, ...]:
     """Token ids that a caller gave, as plain integers; NumPy's integers are accepted.
 
