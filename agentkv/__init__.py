@@ -1,5 +1,6 @@
 """agentkv: many agents, one system prompt, one engine inside your event loop."""
 
+from .checkpoint import Checkpoint
 from .config import EngineConfig, GenerateOptions, SamplingOptions
 from .core.batch import ModelInfo
 from .core.protocols import Runner
@@ -29,7 +30,7 @@ from .errors import (
     WrongLoopError,
 )
 from .messages import Completion, Delta, EngineStats, Message, TokenLogprob, Usage
-from .session import Checkpoint, Session, Status
+from .session import Session, Status
 from .stream import Stream
 
 __version__ = "0.1.0"

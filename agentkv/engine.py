@@ -20,11 +20,12 @@ from .errors import (
     RequestError,
 )
 from .messages import Completion, EngineStats, Message
+from .prompt import Prompt, is_list, to_entries
 from .session import Session
 from .text import conversation as text
 from .text.tokenizer import ChatTokenizer
 from .tree import draw_tree
-from .turn import Host, Prompt, State, derive_key, is_list, to_entries
+from .turn import Host, State, derive_key
 from .worker import ModelInfo, Runner, Snapshot, TokenIds, Worker
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 from typing import Unpack
 from weakref import ReferenceType, ref
 
 import anyio
 import msgspec
 
+from .checkpoint import Checkpoint
 from .config import (
     GenerateOptions,
     SamplingOptions,
@@ -34,26 +34,23 @@ from .errors import (
     SessionClosedError,
 )
 from .messages import Completion, Message, Usage
+from .prompt import Prompt, encode_continuations, parse_options, to_entries
 from .stream import Stream
 from .text import conversation as text
+from .text.conversation import Entry
 from .turn import (
-    Entry,
     Host,
-    Prompt,
     State,
     Turn,
     build_request,
     check_capacity,
     complete,
     derive_key,
-    handle_text,
-    parse_options,
     plan_turn,
-    to_entries,
 )
 from .worker import Finished, Lease
 
-__all__ = ["Checkpoint", "Session", "Status"]
+__all__ = ["Session", "Status"]
 
 
 class Status(Enum):
@@ -63,40 +60,6 @@ class Status(Enum):
     RUNNING = "running"
     STREAMING = "streaming"
     CLOSED = "closed"
-
-
-class Checkpoint:
-    """A committed state of a session, kept so that `rollback` can return to it.
-
-    It holds KV until it is closed or dropped; it is an async context manager that closes.
-    """
-
-    __slots__ = ("__weakref__", "_host", "_lease", "_owner", "_state")
-
-    def __init__(self, host: Host, owner: str, state: State) -> None:
-        self._host = host
-        self._owner = owner
-        self._state: State | None = state
-        self._lease = Lease(host.worker, state.snapshot)
-
-    async def aclose(self) -> None:
-        """Let go of the state. Idempotent."""
-        self._state = None
-        self._lease.close()
-
-    async def __aenter__(self) -> Checkpoint:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
-
-    def __del__(self) -> None:
-        with suppress(AttributeError):
-            self._host.worker.dropped.append(self._lease)
-
-    def __repr__(self) -> str:
-        state = "closed" if self._state is None else f"{len(self._state.snapshot.ids)} tokens"
-        return f"<Checkpoint of {self._owner}, {state}>"
 
 
 class Session:
@@ -250,22 +213,7 @@ class Session:
             RequestError: there is no text, a text has no tokens, or nothing asks for a reply.
             CapacityError: a text does not fit, or there are too many.
         """
-        tokenizer, most = self._host.tokenizer, self._host.config.max_waiting
-        if not isinstance(texts, (list, tuple)) or not texts:
-            raise RequestError(f"score takes a list of texts, not {type(texts).__name__}")
-        if len(texts) > most:
-            raise QueueFullError(f"{len(texts)} texts would wait and max_waiting={most}")
-        if wrong := [type(text).__name__ for text in texts if not isinstance(text, str)]:
-            raise RequestError(f"score takes texts, not {wrong[0]}")
-        if tokenizer is None:
-            raise RequestError("score needs a tokenizer")
-        # Refused by length before anything is encoded, and encoded off the loop when long.
-        for one in texts:
-            tokenizer.check_length([one], self._host.limit)
-        encode = partial(tokenizer.encode_continuations, list(texts))
-        encoded = await handle_text(encode, sum(map(len, texts)))
-        if not all(encoded):
-            raise RequestError("a text to score has no tokens")
+        encoded = await encode_continuations(self._host, texts)
         turn = await self._begin((), SamplingOptions(), reply=True)
         try:
             check_capacity(self._host, turn.plan, max(map(len, encoded)))

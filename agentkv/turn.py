@@ -1,4 +1,4 @@
-"""One turn of a session: from options and prompt to a request, from sampled ids to a completion.
+"""One turn of a session: from checked options and entries to a request, from ids to a completion.
 
 Owns no session state: what a turn leads to is handed back, and the session commits it or not.
 """
@@ -6,7 +6,7 @@ Owns no session state: what a turn leads to is handed back, and the session comm
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 from weakref import WeakValueDictionary
@@ -15,24 +15,16 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
-from .config import (
-    MAX_LOGIT_BIAS,
-    MAX_STOPS,
-    EngineConfig,
-    GenerateOptions,
-    SamplingOptions,
-)
-from .errors import ContextLengthError, InvalidOptionError, OutOfBlocksError, RequestError
+from .config import EngineConfig, SamplingOptions
+from .errors import ContextLengthError, OutOfBlocksError
 from .messages import Completion, Message
 from .text import conversation as text
-from .text.conversation import Conversation, TurnPlan
+from .text.conversation import Conversation, Entry, TurnPlan
 from .text.stopping import ReplyText, StopMatcher
 from .text.tokenizer import ChatTokenizer
 from .worker import Call, Finished, ModelInfo, Request, Snapshot, Worker
 
 T = TypeVar("T")
-Prompt = str | Message | Sequence[Message] | Sequence[int]
-Entry = Message | tuple[int, ...]
 
 # Rendering and encoding this much text takes well under a millisecond; more is done off the loop.
 ON_LOOP_CHARS = 8_000
@@ -84,87 +76,6 @@ def derive_key(key: int, purpose: Literal["root", "fork", "rollback"], ordinal: 
     """A 64-bit key that depends on all three, and on nothing else."""
     framed = f"agentkv:{purpose}:{key}:{ordinal}".encode()
     return int.from_bytes(hashlib.blake2b(framed, digest_size=8).digest(), "little")
-
-
-def parse_options(host: Host, options: GenerateOptions) -> SamplingOptions:
-    """Check the options of one call against their ranges and the model's vocabulary.
-
-    Raises:
-        TypeError: an option is not known.
-        InvalidOptionError: an option is out of range.
-    """
-    given = dict(options)
-    if isinstance(stop := given.get("stop"), str):
-        given["stop"] = (stop,)
-    for name in ("stop", "stop_token_ids"):
-        values = given.get(name)
-        if isinstance(values, list) and len(values) <= MAX_STOPS:
-            given[name] = tuple(values)
-    bias = given.get("logit_bias")
-    if isinstance(bias, Mapping) and len(bias) <= MAX_LOGIT_BIAS:
-        # The step thread reads it while the caller may go on changing theirs.
-        given["logit_bias"] = dict(bias)
-    chosen = SamplingOptions(**given)  # type: ignore[arg-type]  # checked by the struct itself
-    for name, ids in (("stop_token_ids", chosen.stop_token_ids), ("logit_bias", chosen.logit_bias)):
-        for token_id in ids:
-            if token_id >= host.info.vocab_size:
-                raise InvalidOptionError(
-                    f"{name} has token id {token_id}; the vocabulary has the ids 0 to "
-                    f"{host.info.vocab_size - 1}"
-                )
-    if chosen.stop and host.tokenizer is None:
-        raise InvalidOptionError("stop strings need a tokenizer; use stop_token_ids")
-    return chosen.with_defaults(host.info.default_options)
-
-
-def to_entries(host: Host, prompt: Prompt | None) -> tuple[Entry, ...]:
-    """A prompt as messages and spans of raw ids, checked as far as nothing need be rendered.
-
-    Raises:
-        RequestError: the prompt is empty, mixes messages and ids, or holds something else.
-        ContextLengthError: by its length alone it cannot fit.
-    """
-    if prompt is None:
-        return ()
-    if isinstance(prompt, Message):
-        return checked_messages(host, (prompt,))
-    if isinstance(prompt, str):
-        if not prompt:
-            raise RequestError("the prompt is empty")
-        return checked_messages(host, (Message("user", prompt),))
-    if not is_list(prompt):
-        raise RequestError(f"a prompt is text, messages or token ids, not {type(prompt).__name__}")
-    if len(prompt) == 0:
-        raise RequestError("the prompt is empty")
-    if len(prompt) > host.limit:
-        # Each message takes a token at least.
-        raise ContextLengthError(len(prompt), host.limit)
-    if isinstance(prompt[0], Message):
-        if not all(isinstance(message, Message) for message in prompt):
-            raise RequestError("a prompt holds messages or token ids, not both")
-        return checked_messages(host, tuple(prompt))  # type: ignore[arg-type]  # checked above
-    return (text.checked_ids(prompt, vocab_size=host.info.vocab_size, limit=host.limit),)
-
-
-def checked_messages(host: Host, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages, unless one is wrong or together they are too long for the context.
-
-    Raises:
-        RequestError: a role is not allowed, or a content is not text.
-        ContextLengthError: by their length alone they cannot fit.
-    """
-    if host.tokenizer is not None:
-        texts = (message.content for message in messages if isinstance(message.content, str))
-        host.tokenizer.check_length(texts, host.limit)
-    text.check_messages(messages)
-    return messages
-
-
-def is_list(prompt: object) -> bool:
-    """Whether it has a length and an order; texts that are no `str` are left out."""
-    if isinstance(prompt, np.ndarray):
-        return prompt.ndim == 1
-    return isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview))
 
 
 async def plan_turn(

@@ -24,10 +24,12 @@ ALLOWED: dict[str, set[str]] = {
     "model": {"core.batch", "core.protocols", "text.tokenizer", "config", "errors"},
     "worker": {"core", "config", "errors", "messages"},
     "turn": SHELL,
+    "prompt": SHELL | {"turn"},
+    "checkpoint": SHELL | {"turn"},
     "stream": SHELL | {"turn"},
-    "session": SHELL | {"stream", "turn"},
+    "session": SHELL | {"checkpoint", "prompt", "stream", "turn"},
     "tree": SHELL | {"session", "turn"},
-    "engine": SHELL | {"session", "stream", "turn", "tree", "model"},
+    "engine": SHELL | {"prompt", "session", "stream", "turn", "tree", "model"},
 }
 # These two serve everybody outside the layers.
 FREE = {"cli", "demo", "testing", "__init__", "py"}
