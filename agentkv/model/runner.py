@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from agentkv_kernels.plan import StepPlan
-from agentkv_kernels.tiles import DEFAULT_SHARING, Sharing
+from agentkv_kernels.sharing import DEFAULT_SHARING, Sharing
 from torch import Tensor
 from transformers import PreTrainedModel
 

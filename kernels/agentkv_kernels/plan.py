@@ -1,49 +1,20 @@
 """The host plan of one step: which query tokens read which blocks, shared ones once.
 
 Built from the rows of a step and the segments of the fork tree, in integers. Steady decode steps
-advance the plan instead of building it again. Tiles (tiles.py) are derived per attention shape, on
-first use, and kept. Knows nothing about tensors.
+advance the plan instead of building it again. Layouts (layout.py) and tiles (tiling.py) are derived
+per attention shape, on first use, and kept. Knows nothing about tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import Protocol
 
 import numpy as np
 
-from .tiles import (
-    DEFAULT_SHARING,
-    MAX_STEPS,
-    IntArray,
-    Layout,
-    LongArray,
-    SharedRun,
-    Sharing,
-    TileSet,
-    TileShape,
-    is_worth_sharing,
-    make_tiles,
-    ranges,
-)
-
-
-class SegmentLike(Protocol):
-    """A run of full blocks that every row in `rows` reads, whole, at the same positions.
-
-    Its first token is at position `start`; `parent` indexes the segment list, None at position 0,
-    and ends where this one starts. It ends at or before every sharer's first query position.
-    """
-
-    @property
-    def parent(self) -> int | None: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def block_ids(self) -> Sequence[int]: ...
-    @property
-    def rows(self) -> Sequence[int]: ...
+from .layout import Layout, flatten_blocks, place_blocks
+from .sharing import DEFAULT_SHARING, SegmentColumns, SegmentLike, Sharing
+from .tiles import MAX_STEPS, LongArray, TileSet, TileShape, ranges
+from .tiling import make_tiles
 
 
 class StepPlan:
@@ -67,16 +38,22 @@ class StepPlan:
         self.query_lens: LongArray = query_lens
         self.kv_lens: LongArray = kv_lens
         self.block_tables: Sequence[Sequence[int]] = block_tables
-        self.segments = segments
         self.block_size = block_size
         self.query_starts: LongArray = np.concatenate([[0], np.cumsum(query_lens)])
         self._sharing = sharing
         self._is_steady = bool((query_lens == 1).all() and (kv_lens > 0).all())
         self._layouts: dict[tuple[int, int, int], Layout] = {}
         self._tile_sets: dict[TileShape, TileSet] = {}
-        first = kv_lens - query_lens
-        self.positions: LongArray = np.maximum(ranges(first, query_lens), 0)
-        self.slot_mapping: LongArray = self._slots(first)
+        first = self._first_positions()
+        self._columns = SegmentColumns(segments, block_size)
+        self._private_starts = self._columns.private_starts(first)
+        self._private_ids: LongArray | None = None
+        self.positions: LongArray = ranges(first, query_lens)
+        self.slot_mapping: LongArray = self._slots()
+        place = np.empty(self.num_rows, np.int64)
+        self._order = self._stable_order()
+        place[self._order] = np.arange(self.num_rows)
+        self._place = place
 
     @classmethod
     def build(
@@ -120,16 +97,13 @@ class StepPlan:
         `advance` does not do it again: a block that it opens must be new. ValueError for a block
         that two rows write, or that one writes and another reads.
         """
-        begin = np.maximum(self.kv_lens - self.query_lens, 0) // self.block_size
-        written = self._blocks(begin)
-        private = np.zeros_like(self.kv_lens)
-        shared: list[int] = []
-        for segment in self.segments:
-            shared += segment.block_ids
-            private[list(segment.rows)] = segment.start // self.block_size + len(segment.block_ids)
-        tails = self._blocks(np.minimum(private, begin))
-        holders = np.bincount(np.concatenate([tails, np.array(shared, np.int64)]))
-        is_wrong = holders[written] > 1
+        held = [
+            self._private_blocks(),
+            *(np.array(ids, np.int64) for ids in self._columns.block_ids),
+        ]
+        num_holders = np.bincount(np.concatenate(held))
+        written = self.slot_mapping[self.slot_mapping >= 0] // self.block_size
+        is_wrong = num_holders[written] > 1
         if is_wrong.any():
             block = int(written[is_wrong][0])
             rows = [row for row, table in enumerate(self.block_tables) if block in table]
@@ -162,6 +136,7 @@ class StepPlan:
             return False
         self.kv_lens, self.block_tables = new_lens, block_tables
         self.positions = new_lens - 1
+        self._private_ids = None
         self.slot_mapping = self.slot_mapping + 1
         opened = np.flatnonzero(self.positions % self.block_size == 0)
         if len(opened):
@@ -187,107 +162,72 @@ class StepPlan:
         ids = np.array([(self.block_tables[r][i], self.block_tables[r][i - 1]) for r, i in pairs])
         self.slot_mapping[rows] = ids[:, 0] * self.block_size
         for layout in self._layouts.values():
-            at = layout.block_shift[rows] + index
-            # The block before is another's when the tail begins with the one that opens.
-            is_own = at > layout.tail_base[rows]
-            layout.arena[at] = ids[:, 0]
-            layout.arena[at[is_own] - 1] = ids[is_own, 1]
+            layout.open_blocks(rows, index, ids[:, 0], ids[:, 1])
 
-    def _slots(self, first: LongArray) -> LongArray:
+    def _first_positions(self) -> LongArray:
+        """Position of each row's first query token, 0 for padding rows."""
+        is_padding = self.kv_lens == 0
+        first: LongArray = np.where(is_padding, 0, self.kv_lens - self.query_lens)
+        if (first < 0).any():
+            raise ValueError("a row runs more tokens than it has")
+        if (self.query_lens < 1).any() or (self.query_lens[is_padding] != 1).any():
+            raise ValueError("every row runs at least one token, a row without keys exactly one")
+        return first
+
+    def _private_blocks(self) -> LongArray:
+        """Each row's block ids behind its last segment."""
+        if self._private_ids is None:
+            self._private_ids = self._blocks_from(self._private_starts)
+        return self._private_ids
+
+    def _blocks_from(self, starts: LongArray) -> LongArray:
+        """Each row's block ids from position starts[row] on, one row behind the other."""
+        begin, end = starts // self.block_size, -(-self.kv_lens // self.block_size)
+        ids = flatten_blocks(self.block_tables, begin, end)
+        if len(ids) != (end - begin).sum():
+            raise ValueError("a block table is shorter than its row's KV length")
+        return ids
+
+    def _slots(self) -> LongArray:
         """Slot of each query token: block id x block_size + offset, -1 for padding rows."""
         size = self.block_size
-        begin, end = first // size, -(-self.kv_lens // size)
-        is_padding = self.kv_lens == 0
-        begin[is_padding] = 0
-        ids = self._blocks(begin)
-        count = end - begin
-        if len(ids) != count.sum() or (first < 0)[~is_padding].any():
-            raise ValueError("a block table is shorter than its row's KV length, or negative work")
-        if (self.query_lens[is_padding] != 1).any() or (self.query_lens < 1).any():
-            raise ValueError("every row runs at least one token, a row without keys exactly one")
-        base = np.cumsum(count) - count - begin
+        begin, end = self._private_starts // size, -(-self.kv_lens // size)
+        shift = np.cumsum(end - begin) - end
         row = np.repeat(np.arange(self.num_rows), self.query_lens)
-        padding = is_padding[row]
-        if padding.any():
-            ids = np.append(ids, 0)
-        block = np.where(padding, len(ids) - 1, base[row] + self.positions // size)
-        return np.where(padding, -1, ids[block] * size + self.positions % size)
+        is_padding = (self.kv_lens == 0)[row]
+        index = np.where(is_padding, -1, shift[row] + self.positions // size)
+        ids = np.append(self._private_blocks(), 0)[index]
+        return np.where(is_padding, -1, ids * size + self.positions % size)
 
-    def _blocks(self, begin: LongArray) -> LongArray:
-        """The ids of each row's blocks from begin[row] on, one row behind the other."""
-        end = -(-self.kv_lens // self.block_size)
-        spans = zip(self.block_tables, begin.tolist(), end.tolist(), strict=True)
-        return np.fromiter(chain.from_iterable(t[a:b] for t, a, b in spans), dtype=np.int64)
-
-    def _layout(self, shape: TileShape) -> Layout:
-        key = _layout_key(shape)
-        if key not in self._layouts:
-            runs, runs_ids, tail_start = self._share(shape)
-            self._layouts[key] = self._place(runs, runs_ids, tail_start)
-        return self._layouts[key]
-
-    def _share(self, shape: TileShape) -> tuple[list[SharedRun], list[list[int]], LongArray]:
-        """Decide which segments are read once; one that is not is folded into its children."""
-        runs: list[SharedRun] = []
-        ids: list[list[int]] = []
-        base = 0
-        tail_start = np.zeros(self.num_rows, np.int64)
-        first = self.kv_lens - self.query_lens
-        pending: dict[int, list[int]] = {}
-        ends: dict[int, int] = {}
-        rank = self._rank()
-        for index in sorted(range(len(self.segments)), key=self._segment_key):
-            segment = self.segments[index]
-            parent = segment.parent
-            if segment.start != (0 if parent is None else ends.get(parent)):
-                raise ValueError(f"segment {index} does not start where its parent ends")
-            blocks = [*(() if parent is None else pending.get(parent, ())), *segment.block_ids]
-            rows = np.array(segment.rows, dtype=np.int64)
-            end = segment.start + len(segment.block_ids) * self.block_size
-            ends[index] = end
-            if (end > first[rows]).any():
-                raise ValueError(f"segment {index} reaches into the tokens of this step")
-            length = len(blocks) * self.block_size
-            num_tokens = int(self.query_lens[rows].sum())
-            if is_worth_sharing(len(rows), num_tokens, length, shape, self._sharing):
-                runs.append(SharedRun(end - length, end, base, rows[np.argsort(rank[rows])]))
-                ids.append(blocks)
-                base += len(blocks)
-                tail_start[rows] = end
-            else:
-                pending[index] = blocks
-        return runs, ids, tail_start
-
-    def _place(
-        self, runs: list[SharedRun], run_ids: list[list[int]], tail_start: LongArray
-    ) -> Layout:
-        """Write all block ids into one arena; tails of a steady plan get room to grow."""
-        begin, end = tail_start // self.block_size, -(-self.kv_lens // self.block_size)
-        spare = MAX_STEPS // self.block_size + 2 if self._is_steady else 0
-        tails = self._blocks(begin)
-        shared = np.fromiter(chain.from_iterable(run_ids), dtype=np.int32)
-        count = end - begin
-        tail_base = len(shared) + np.cumsum(count + spare) - (count + spare)
-        arena: IntArray = np.zeros(len(shared) + int((count + spare).sum()), np.int32)
-        arena[: len(shared)] = shared
-        arena[ranges(tail_base, count)] = tails
-        order = np.argsort(self._rank(), kind="stable")
-        return Layout(arena, runs, order, tail_start, tail_base, tail_base - begin)
-
-    def _segment_key(self, index: int) -> tuple[int, int, int]:
-        """Sorts parents before children, and the rest by their blocks, not by the rows' order."""
-        segment = self.segments[index]
-        ids = segment.block_ids
-        return segment.start, len(ids), ids[0] if len(ids) else index
-
-    def _rank(self) -> LongArray:
-        """Orders the rows by what they write, whatever their order in the step.
+    def _stable_order(self) -> LongArray:
+        """The rows in the order of what they write, whatever their order in the step.
 
         A sum over keys may round differently by a row's place among the rows it is computed with,
         so a row that keeps its place keeps its result to the last bit.
         """
-        rank: LongArray = self.slot_mapping[self.query_starts[1:] - 1]
-        return rank
+        return np.argsort(self.slot_mapping[self.query_starts[1:] - 1], kind="stable")
+
+    def _layout(self, shape: TileShape) -> Layout:
+        key = _layout_key(shape)
+        if key not in self._layouts:
+            self._layouts[key] = self._make_layout(shape)
+        return self._layouts[key]
+
+    def _make_layout(self, shape: TileShape) -> Layout:
+        runs, shared = self._columns.choose(self._sharing, shape, self.query_lens, self._place)
+        tail_start = np.zeros(self.num_rows, np.int64)
+        np.maximum.at(tail_start, runs.rows, np.repeat(runs.end, np.diff(runs.ptr)))
+        begin, end = tail_start // self.block_size, -(-self.kv_lens // self.block_size)
+        is_whole = bool((tail_start == self._private_starts).all())
+        arena, tail_base = place_blocks(
+            shared,
+            self._private_blocks() if is_whole else self._blocks_from(tail_start),
+            end - begin,
+            has_room=self._is_steady,
+            block_size=self.block_size,
+        )
+        order = self._order[self.kv_lens[self._order] > 0]
+        return Layout(arena, runs, order, tail_start, tail_base, tail_base - begin)
 
 
 def _is_next(new_lens: LongArray, kv_lens: LongArray) -> bool:

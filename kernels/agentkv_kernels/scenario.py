@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .launch import allocate_cache
 from .plan import StepPlan
-from .tiles import DEFAULT_SHARING
+from .sharing import DEFAULT_SHARING
 
 
 class TreeSegment(NamedTuple):

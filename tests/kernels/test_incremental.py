@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from agentkv_kernels.plan import StepPlan
 from agentkv_kernels.scenario import TreeSegment
+from agentkv_kernels.sharing import Sharing
 from agentkv_kernels.tiles import (
     BLK0,
     DIAGONAL,
@@ -18,7 +19,6 @@ from agentkv_kernels.tiles import (
     NUM_ROWS,
     ROW0,
     SLIDES,
-    Sharing,
     TileSet,
     TileShape,
 )

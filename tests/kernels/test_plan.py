@@ -6,13 +6,19 @@ import numpy as np
 import pytest
 from agentkv_kernels.plan import StepPlan
 from agentkv_kernels.scenario import TreeSegment, random_tree
-from agentkv_kernels.tiles import DIRECT, FLAGS, KV_LEN, NUM_ROWS, Sharing, TileSet, TileShape
+from agentkv_kernels.sharing import DEFAULT_SHARING, Sharing
+from agentkv_kernels.tiles import DIRECT, FLAGS, NUM_ROWS, TileSet, TileShape
 
 SHAPE = TileShape(group=3, num_kv_heads=3, head_dim=64, itemsize=4, workers=8)
 
 
 def _fan(
-    num_rows: int, prefix_blocks: int, own: int, *, block_size: int = 16, share: bool = True
+    num_rows: int,
+    prefix_blocks: int,
+    own: int,
+    *,
+    block_size: int = 16,
+    sharing: Sharing | None = DEFAULT_SHARING,
 ) -> StepPlan:
     """num_rows decode rows over one prefix, `own` tokens each."""
     prefix = list(range(prefix_blocks))
@@ -27,7 +33,7 @@ def _fan(
         block_tables=tables,
         segments=[segment],
         block_size=block_size,
-        sharing=Sharing() if share else None,
+        sharing=sharing,
     )
 
 
@@ -52,7 +58,7 @@ def test_a_shared_segment_is_read_once_per_row_tile(num_rows: int) -> None:
 
 
 def test_without_sharing_every_row_reads_everything() -> None:
-    tiles = _fan(8, 128, 7, share=False).tile_set(SHAPE)
+    tiles = _fan(8, 128, 7, sharing=None).tile_set(SHAPE)
     assert tiles.keys_read == 8 * (128 * 16 + 7)
     assert len(tiles.wide) == 0
 
@@ -169,15 +175,14 @@ def test_only_padding_makes_an_empty_tile_set() -> None:
 def test_a_segment_that_contradicts_the_rows_is_refused(
     segments: list[TreeSegment], message: str
 ) -> None:
-    plan = StepPlan.build(
-        query_lens=[1, 1],
-        kv_lens=[70, 70],
-        block_tables=[[0, 1, 2, 3, 4]] * 2,
-        segments=segments,
-        block_size=16,
-    )
     with pytest.raises(ValueError, match=message):
-        plan.tile_set(SHAPE)
+        StepPlan.build(
+            query_lens=[1, 1],
+            kv_lens=[70, 70],
+            block_tables=[[0, 1, 2, 3, 4]] * 2,
+            segments=segments,
+            block_size=16,
+        )
 
 
 def test_a_block_table_that_is_too_short_is_refused() -> None:
@@ -185,27 +190,7 @@ def test_a_block_table_that_is_too_short_is_refused() -> None:
         StepPlan.build(query_lens=[1], kv_lens=[40], block_tables=[[0]], block_size=16)
 
 
-def test_sharing_can_be_tuned() -> None:
-    scenario = _fan(2, 8, 3)
-    plan = StepPlan.build(
-        query_lens=[1, 1],
-        kv_lens=scenario.kv_lens.tolist(),
-        block_tables=scenario.block_tables,
-        segments=scenario.segments,
-        block_size=16,
-        sharing=Sharing(min_tokens=1000),
-    )
-    assert plan.tile_set(SHAPE).narrow[:, KV_LEN].tolist() == [131, 131]
-
-
-def test_only_rows_of_several_tiles_have_slots_for_partial_results() -> None:
-    shared = _fan(8, 128, 7).tile_set(SHAPE)
-    lone = _fan(8, 128, 7, share=False).tile_set(SHAPE)
-    prefill = StepPlan.build(
-        query_lens=[70], kv_lens=[90], block_tables=[[*range(6)]], block_size=16
-    ).tile_set(SHAPE)
-    assert sorted(shared.m_slot.tolist()) == list(range(shared.num_slots))
-    assert shared.num_slots == int(np.concatenate([shared.wide, shared.narrow])[:, NUM_ROWS].sum())
-    for tiles in (lone, prefill):
-        assert tiles.num_slots == 0
-        assert (tiles.m_slot == -1).all()
+@pytest.mark.parametrize(("min_tokens", "keys_read"), [(128, 128 + 6), (129, 2 * 131)])
+def test_sharing_can_be_tuned(min_tokens: int, keys_read: int) -> None:
+    plan = _fan(2, 8, 3, sharing=Sharing(min_tokens=min_tokens))
+    assert plan.tile_set(SHAPE).keys_read == keys_read

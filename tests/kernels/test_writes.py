@@ -9,7 +9,7 @@ import torch
 from agentkv_kernels import launch, reference
 from agentkv_kernels.plan import StepPlan
 from agentkv_kernels.scenario import TreeSegment
-from agentkv_kernels.tiles import DEFAULT_SHARING, Sharing
+from agentkv_kernels.sharing import DEFAULT_SHARING, Sharing
 from torch import Tensor
 
 PREFIX = TreeSegment(None, 0, (0, 1), (0, 1))
@@ -54,7 +54,6 @@ def test_rows_may_write_blocks_of_their_own(
         pytest.param([[0, 1, 2], [0, 1, 2]], [9, 9], [1, 1], id="one slot twice"),
         pytest.param([[0, 1, 2], [0, 1, 2]], [9, 10], [1, 1], id="two slots of one block"),
         pytest.param([[0, 1, 2], [0, 1, 2, 3]], [9, 13], [1, 1], id="another reads it"),
-        pytest.param([[0, 1], [0, 1, 3]], [8, 9], [1, 1], id="it lies in the segment"),
         pytest.param([[0, 1, 1], [0, 1, 3]], [9, 9], [1, 1], id="the row itself reads it"),
         pytest.param([[0, 1, 2, 4], [0, 1, 2, 3]], [14, 13], [3, 5], id="in a prefill chunk"),
     ],
@@ -66,6 +65,13 @@ def test_a_block_that_others_hold_may_not_be_written(
     plan = _plan(tables, kv_lens, query_lens, [PREFIX], sharing)
     with pytest.raises(ValueError, match="written by a row and also held by others"):
         plan.check_writes()
+
+
+def test_a_block_that_lies_in_a_segment_may_not_be_written() -> None:
+    with pytest.raises(ValueError, match="reaches into the tokens of this step"):
+        _plan([[0, 1], [0, 1, 3]], [8, 9], segments=[PREFIX])
+    with pytest.raises(ValueError, match="written by a row and also held by others"):
+        _plan([[0, 1], [0, 1, 3]], [8, 9], segments=[PREFIX], sharing=None).check_writes()
 
 
 @pytest.mark.parametrize("write_kv", [launch.write_kv, reference.write_kv])

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from agentkv_kernels.plan import StepPlan
-from agentkv_kernels.tiles import Sharing, TileSet, TileShape
+from agentkv_kernels.sharing import Sharing
+from agentkv_kernels.tiles import TileSet, TileShape
 from transformers import PreTrainedModel
 
 from agentkv.config import EngineConfig, SamplingOptions

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from agentkv_kernels.tiles import Sharing
+from agentkv_kernels.sharing import Sharing
 from transformers import PreTrainedModel
 
 from agentkv.config import EngineConfig, SamplingOptions
