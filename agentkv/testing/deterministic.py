@@ -1,6 +1,7 @@
 """Whole programs over an engine, decided by one seed: the order of tasks, the clock, each step.
 
-No thread runs: the step thread's work is done between the ticks of the loop, when the seed says.
+No thread runs: the step thread's work is done between the ticks of the loop, when the seed says,
+and so is what anyio would give to worker threads.
 On asyncio the loop is `DeterministicLoop`; on trio its own scheduler is seeded, its clock mocked.
 """
 
@@ -9,10 +10,14 @@ from __future__ import annotations
 import asyncio
 import random
 import selectors
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty
 from typing import Any, Literal, TypeVar
+
+import anyio
+import anyio.to_thread
 
 from ..config import EngineConfig
 from ..core.core import Core
@@ -22,7 +27,7 @@ from ..worker import Worker
 from .faults import FaultPlan
 from .faulty import FaultyEngine, FaultyWorker
 
-__all__ = ["Deadlock", "DeterministicLoop", "SteppedEngine", "simulate"]
+__all__ = ["Deadlock", "DeterministicLoop", "SteppedEngine", "current_clock", "simulate"]
 
 T = TypeVar("T")
 Backend = Literal["asyncio", "trio"]
@@ -42,8 +47,7 @@ class Deadlock(Exception):
 class DeterministicLoop(asyncio.SelectorEventLoop):
     """An asyncio loop with a clock of its own, which runs what is ready in an order by `seed`.
 
-    Where nothing is ready, the clock jumps to the next timer. What waits for a worker thread sees
-    the clock jump too.
+    Where nothing is ready, the clock jumps to the next timer.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -109,6 +113,7 @@ class SteppedWorker(FaultyWorker):
         self._is_awake = False
         self._is_over = False
         self._is_in_step = False
+        self.on_tick: Callable[[], None] = _nothing
 
     def _start(self) -> None:
         self._wake()
@@ -131,6 +136,7 @@ class SteppedWorker(FaultyWorker):
 
     def _tick(self) -> None:
         self._is_awake = False
+        self.on_tick()
         if self._stepped is None:
             self._stepped = core = self._begin()
             self._is_over = core is None
@@ -158,6 +164,10 @@ async def _call_after(delay: float, call: Callable[[], None]) -> None:
     call()
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Inbox:
     """A queue for one thread, which never waits and says when something has come."""
 
@@ -179,7 +189,10 @@ class _Inbox:
 
 
 class SteppedEngine(FaultyEngine):
-    """An engine without a thread: `rng` decides how much of the loop runs between its steps."""
+    """An engine without a thread: `rng` decides how much of the loop runs between its steps.
+
+    `on_tick` is called on the loop each time before commands are applied or a step runs.
+    """
 
     def __init__(
         self,
@@ -191,10 +204,13 @@ class SteppedEngine(FaultyEngine):
         config: EngineConfig | None = None,
     ) -> None:
         super().__init__(runner, plan, tokenizer=tokenizer, config=config)
-        self._random = rng
+        self.on_tick: Callable[[], None] = _nothing
+        self.rng: random.Random = rng
 
     def _make_worker(self) -> Worker:
-        return SteppedWorker(self._open_runner, self._config, self.plan, self._random)
+        worker = SteppedWorker(self._open_runner, self._config, self.plan, self.rng)
+        worker.on_tick = lambda: self.on_tick()
+        return worker
 
 
 def simulate(
@@ -209,11 +225,38 @@ def simulate(
         Deadlock: every task waits and nothing will ever wake one (on asyncio).
     """
     rng = random.Random(seed)
-    if backend == "trio":
-        return _run_on_trio(main, rng)
-    factory = partial(DeterministicLoop, rng.randrange(2**32))
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_call(main, rng))
+    with _without_threads(rng):
+        if backend == "trio":
+            return _run_on_trio(main, rng)
+        factory = partial(DeterministicLoop, rng.randrange(2**32))
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(_call(main, rng))
+
+
+def current_clock() -> Callable[[], float]:
+    """The clock of the running loop, to be read in callbacks too."""
+    try:
+        return asyncio.get_running_loop().time
+    except RuntimeError:
+        import trio
+
+        return trio.current_time
+
+
+@contextmanager
+def _without_threads(rng: random.Random) -> Iterator[None]:
+    """Meanwhile what anyio would hand to a worker thread takes time on the loop instead."""
+
+    async def run_sync(func: Callable[..., T], *args: Any, **kwargs: Any) -> T:  # Any: as anyio's
+        await anyio.sleep(rng.choice(DELAYS_S))
+        return func(*args)
+
+    before = anyio.to_thread.run_sync
+    anyio.to_thread.run_sync = run_sync  # type: ignore[assignment]  # put back below
+    try:
+        yield
+    finally:
+        anyio.to_thread.run_sync = before
 
 
 async def _call(main: Callable[[random.Random], Awaitable[T]], rng: random.Random) -> T:

@@ -120,10 +120,7 @@ class CoreDriver:
     def check(self) -> None:
         """Verify every invariant and poison every slot that holds nothing."""
         self.core.check()
-        pool, runner = self.core._memory.pool, self.runner
-        for block, slots in enumerate(pool.filled_slots):
-            if slots < runner.info.block_size:
-                runner.poison(block, slots)
+        self.runner.poison_unfilled(self.core._memory.pool.filled_slots)
 
     def expected(self, turn: Turn) -> list[int]:
         """The reply that the oracle gives to a generating turn."""

@@ -84,6 +84,10 @@ class FaultPlan:
         self._faults.setdefault(point, []).append(_Fault(at, times, make_error))
         return self
 
+    def calm(self) -> None:
+        """From now on nothing fails."""
+        self._faults.clear()
+
     def is_due(self, point: FaultPoint) -> bool:
         """Count a pass of `point`; whether it fails."""
         return self._due(point) is not None

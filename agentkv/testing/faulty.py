@@ -185,9 +185,7 @@ class FaultyCore(Core):
         while isinstance(runner, FaultyRunner):
             runner = runner.runner
         if isinstance(runner, WitnessRunner):
-            for block, slots in enumerate(self._memory.pool.filled_slots):
-                if slots < runner.info.block_size:
-                    runner.poison(block, slots)
+            runner.poison_unfilled(self._memory.pool.filled_slots)
 
 
 class FaultyWorker(Worker):

@@ -119,6 +119,12 @@ class WitnessRunner:
         size = self._info.block_size
         self._tokens[block_id * size + first_slot : (block_id + 1) * size] = UNWRITTEN
 
+    def poison_unfilled(self, filled_slots: Sequence[int]) -> None:
+        """Forget, in each block, what lies behind its first `filled_slots` slots."""
+        size = self._info.block_size
+        filled = np.asarray(filled_slots)[:, np.newaxis]
+        self._tokens.reshape(-1, size)[np.arange(size) >= filled] = UNWRITTEN
+
     def _follow(self, batch: Batch) -> None:
         """Record a batch, and hold its tree version against the last one's."""
         # The tables in a batch are the live ones.
