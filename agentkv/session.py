@@ -402,7 +402,10 @@ class Session:
         self._check_open()
         seed = turn.options.seed
         key = self._state.key if seed is None else seed
-        limit = check_capacity(self._host, turn.plan, turn.options.max_tokens, rows=n)
+        options = turn.options
+        limit = check_capacity(
+            self._host, turn.plan, options.max_tokens, min_tokens=options.min_tokens, rows=n
+        )
         turn.calls = self._host.worker.submit(
             [
                 build_request(

@@ -107,7 +107,9 @@ async def handle_text(work: Callable[[], T], num_chars: int) -> T:
     return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
 
 
-def check_capacity(host: Host, plan: TurnPlan, max_tokens: int | None, *, rows: int = 1) -> int:
+def check_capacity(
+    host: Host, plan: TurnPlan, max_tokens: int | None, *, min_tokens: int = 1, rows: int = 1
+) -> int:
     """The number of tokens the reply may have at most.
 
     Raises:
@@ -115,15 +117,15 @@ def check_capacity(host: Host, plan: TurnPlan, max_tokens: int | None, *, rows: 
         OutOfBlocksError: `rows` replies to one prompt do not fit together.
     """
     prompt = plan.keep + len(plan.new_ids)
-    if prompt + (max_tokens or 1) > host.limit:
-        raise ContextLengthError(prompt + (max_tokens or 1), host.limit)
+    least = max_tokens or max(1, min_tokens)
+    if prompt + least > host.limit:
+        raise ContextLengthError(prompt + least, host.limit)
     size = host.info.block_size
     shared, rest = divmod(prompt, size)
     own = (host.info.num_blocks - shared) // rows
     room = min(host.limit - prompt, own * size - rest)
-    if room < (max_tokens or 1):
-        needed = shared + rows * -(-(rest + (max_tokens or 1)) // size)
-        raise OutOfBlocksError(needed, host.info.num_blocks)
+    if room < least:
+        raise OutOfBlocksError(shared + rows * -(-(rest + least) // size), host.info.num_blocks)
     return max_tokens if max_tokens is not None else room
 
 

@@ -371,6 +371,13 @@ def _prompts_in_place() -> Iterator[Case]:
     )
     yield Case(
         "Session.generate",
+        "min_tokens beyond the pool",
+        lambda place, _: place.session.generate("x", min_tokens=2000),
+        ContextLengthError,
+        ("limit is 1024",),
+    )
+    yield Case(
+        "Session.generate",
         "text after ids",
         lambda place, _: place.engine.session(messages=[1, 2]).generate("x"),
         ChatTemplateError,

@@ -25,12 +25,12 @@ from agentkv import (
 )
 from agentkv.core.batch import SampleSpec
 from agentkv.model.sampler import sample
+from agentkv.prompt import Prompt
 from agentkv.testing.byte_tokenizer import byte_tokenizer
 from agentkv.testing.driver import CoreDriver
 from agentkv.testing.scripted import scripted_engine
 from agentkv.testing.witness import WitnessRunner, witness_reply
 from agentkv.text.tokenizer import ChatTokenizer
-from agentkv.turn import Prompt
 from tests.bad_input import Case, Place, measure
 from tests.bench import Bench, expected
 
