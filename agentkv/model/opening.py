@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ..config import EngineConfig
 from .canary import check_canary
 from .compatibility import check_model, context_limit
+from .cuda_graphs import choose_capture
 from .loader import open_model
 from .runner import ModelRunner
 from .weights_cache import WeightsCache
@@ -51,6 +52,7 @@ def open_pretrained(
         identity=loaded.identity,
         eos_token_ids=loaded.eos_token_ids,
         default_options=loaded.default_options,
+        capture=choose_capture(loaded.model, specs),
     )
     cache, key = WeightsCache(), (loaded.identity, str(runner.info.block_size), *_code())
     # A model in memory is known by nothing that outlives it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ..core.protocols import FatalRunnerError
 from ..errors import EngineClosedError
 from .attention import ATTENTION_NAME, StepContext, running
 from .compatibility import LayerSpec
+from .graphs import Capture, DecodeGraphs, pack_inputs
 from .kv_cache import KVCache, bytes_per_block, choose_num_blocks
 from .sampler import log_probabilities, sample
 from .structure import share_parameters
@@ -34,8 +36,8 @@ class ModelRunner:
     """Executes batches on `model`, whose layers attend as `specs` says.
 
     `max_context` is in tokens. `tokenizer` is kept for the engine and not used. `sharing` is the
-    rule by which attention reads a shared segment once, where `config` has it do so. The KV memory
-    is allocated here.
+    rule by which attention reads a shared segment once, where `config` has it do so. `capture` says
+    how decode steps are recorded, None that each is launched anew. The KV memory is allocated here.
 
     Raises:
         ModelError: the KV memory cannot be had.
@@ -54,6 +56,7 @@ class ModelRunner:
         eos_token_ids: Sequence[int] = (),
         default_options: SamplingOptions | None = None,
         sharing: Sharing = DEFAULT_SHARING,
+        capture: Capture | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._model = share_parameters(model, ATTENTION_NAME)
@@ -84,6 +87,17 @@ class ModelRunner:
             default_options=default_options or SamplingOptions(),
             is_cpu=model.device.type == "cpu",
         )
+        self._graphs: DecodeGraphs | None = None
+        if capture is not None:
+            self._graphs = DecodeGraphs(
+                self._run_all,
+                capture,
+                max_rows=config.max_num_seqs,
+                max_context=max_context,
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                device=model.device,
+            )
 
     @property
     def info(self) -> ModelInfo:
@@ -121,33 +135,55 @@ class ModelRunner:
         if not self._cache.layers:
             raise EngineClosedError("the runner has been closed")
         try:
-            self._cache.copy(batch.copies)
-            if not batch.rows:
-                return torch.empty(0, self._info.vocab_size)
-            return self._forward(batch, keep)
+            with self._on_device():
+                self._cache.copy(batch.copies)
+                if not batch.rows:
+                    return torch.empty(0, self._info.vocab_size)
+                return self._forward(batch, keep)
         except torch.AcceleratorError as error:
             raise FatalRunnerError(f"the device failed: {error}") from error
 
     def close(self) -> None:
         """Free the KV memory. Idempotent."""
         self._plan = None
+        self._graphs = None
         self._cache.release()
 
     def _forward(self, batch: Batch, keep: Sequence[int]) -> Tensor:
         plan = self._plan_of(batch)
         token_ids = np.concatenate([row.token_ids for row in batch.rows])
-        step = StepContext(plan, self._cache.layers, self._to_device(plan.slot_mapping))
+        wanted = self._to_device(np.asarray(keep, np.int64))
+        if self._graphs is not None:
+            logits = self._graphs.run(plan, token_ids)
+            if logits is not None:
+                # A copy: the next step overwrites what it was taken from.
+                return logits.index_select(0, wanted)
+        inputs = self._to_device(pack_inputs(plan, token_ids, plan.num_tokens))
+        return self._run(plan, inputs, wanted)
+
+    def _run_all(self, plan: StepPlan, inputs: Tensor) -> Tensor:
+        """Logits after every token of `inputs`."""
+        return self._run(plan, inputs, torch.arange(inputs.shape[1], device=self._device))
+
+    def _run(self, plan: StepPlan, inputs: Tensor, keep: Tensor) -> Tensor:
+        """Logits after the tokens `keep` of `inputs`, int64 [3, T]: ids, positions and slots."""
+        step = StepContext(plan, self._cache.layers, inputs[2])
         with torch.inference_mode(), running(step):
             output = self._model(
-                input_ids=self._to_device(token_ids)[None],
-                position_ids=self._to_device(plan.positions)[None],
+                input_ids=inputs[:1],
+                position_ids=inputs[1:2],
                 use_cache=False,
                 # A tensor: given a number, Gemma 4 drops query rows in its shared layers.
-                logits_to_keep=self._to_device(np.asarray(keep, np.int64)),
+                logits_to_keep=keep,
                 return_dict=True,
             )
         logits: Tensor = output.logits[0]
         return logits
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels are launched on the current GPU, which is a matter of each thread."""
+        is_cuda = self._device.type == "cuda"
+        return torch.cuda.device(self._device) if is_cuda else nullcontext()
 
     def _plan_of(self, batch: Batch) -> StepPlan:
         """The last step's plan moved on by one token a row where that is all that changed."""

@@ -125,6 +125,11 @@ def on_device(tiles: TileSet, device: torch.device) -> DeviceTiles:
     return found
 
 
+def unload(tiles: TileSet) -> None:
+    """Let attention over `tiles` use buffers of just its size again."""
+    tiles.scratch.pop(_SCRATCH, None)
+
+
 def _copy(buffer: Tensor, content: IntArray) -> None:
     # From pageable memory: the driver has read it when the call returns, so it may change at once.
     if len(content):

@@ -109,6 +109,11 @@ class StepPlan:
             rows = [row for row, table in enumerate(self.block_tables) if block in table]
             raise ValueError(f"block {block} is written by a row and also held by others: {rows}")
 
+    @property
+    def shapes(self) -> tuple[TileShape, ...]:
+        """The attention shapes whose tiles were asked for, and still hold."""
+        return tuple(self._tile_sets)
+
     def tile_set(self, shape: TileShape) -> TileSet:
         """The tiles for one attention shape, made on first use and kept while they hold."""
         tiles = self._tile_sets.get(shape)
