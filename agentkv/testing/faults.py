@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["FaultPlan", "FaultPoint"]
+__all__ = ["FaultPlan", "FaultPoint", "PlannedFault"]
 
 FaultPoint = Literal[
     # Raise where the engine calls out. "share" stands for host memory that runs out.
@@ -35,6 +35,10 @@ FaultPoint = Literal[
     "preempt",
     "evict",
 ]
+
+
+class PlannedFault(RuntimeError):
+    """What a point raises unless the plan says otherwise."""
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class FaultPlan:
         self.poisons: bool = poisons
         self.hung: threading.Event = threading.Event()
         self._released = threading.Event()
+        self._is_calm = False
         self._faults: dict[FaultPoint, list[_Fault]] = {}
 
     def fail(
@@ -80,13 +85,13 @@ class FaultPlan:
         """
         assert point in get_args(FaultPoint), f"there is no fault point {point!r}"
         times = float("inf") if count is None else count
-        make_error = error or (lambda: RuntimeError(f"{point} fails on purpose"))
+        make_error = error or (lambda: PlannedFault(f"{point} fails on purpose"))
         self._faults.setdefault(point, []).append(_Fault(at, times, make_error))
         return self
 
     def calm(self) -> None:
-        """From now on nothing fails."""
-        self._faults.clear()
+        """From now on nothing fails, and no pass is counted."""
+        self._is_calm = True
 
     def is_due(self, point: FaultPoint) -> bool:
         """Count a pass of `point`; whether it fails."""
@@ -112,6 +117,8 @@ class FaultPlan:
         return hash(key) if self.hash_values is None else hash(key) % self.hash_values
 
     def _due(self, point: FaultPoint) -> _Fault | None:
+        if self._is_calm:
+            return None
         self.passed[point] += 1
         number = self.passed[point]
         for fault in self._faults.get(point, ()):

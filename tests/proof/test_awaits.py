@@ -8,7 +8,8 @@ from linecache import getline
 import pytest
 
 from agentkv.testing.deterministic import Backend
-from agentkv.testing.proof.awaits import DISTURBANCES, SCENARIOS, Sweep, sweep
+from agentkv.testing.proof.awaits import DISTURBANCES, Sweep, sweep
+from agentkv.testing.proof.scenarios import SCENARIOS
 from agentkv.testing.sweep import ROOT, Site, await_sites
 
 # Points of each scenario on asyncio. A count may only rise.

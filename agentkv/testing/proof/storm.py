@@ -17,7 +17,7 @@ from ...errors import CapacityError, EngineClosedError, EngineDeadError, StepErr
 from ...session import Status
 from ..byte_tokenizer import byte_tokenizer
 from ..deterministic import Backend, SteppedEngine, simulate
-from ..faults import FaultPlan, FaultPoint
+from ..faults import FaultPlan, FaultPoint, PlannedFault
 from ..witness import WitnessRunner, witness_reply, witness_score
 from .held import Ending, Held
 
@@ -169,9 +169,12 @@ class _Agent:
     async def open(self) -> None:
         opening = self.rng.choice(([], list(range(40)), [7] * 13)) + self.ids(1, 20)
         namespace = self.rng.choice((None, None, "a"))
-        session = self.engine.session(
-            messages=opening, namespace=namespace, priority=self.rng.randrange(2)
-        )
+        try:
+            session = self.engine.session(
+                messages=opening, namespace=namespace, priority=self.rng.randrange(2)
+            )
+        except CapacityError:
+            return
         self.held.append(Held(session, pending=opening))
 
     async def passing(self) -> None:
@@ -263,7 +266,7 @@ class _Agent:
         try:
             with anyio.move_on_after(limit if limit is not None else LIMIT_S):
                 yield
-        except (StepError, RuntimeError) as error:
+        except (StepError, PlannedFault) as error:
             if {point for point, _ in self.engine.plan.happened} <= {"preempt", "evict"}:
                 raise AssertionError("no fault explains this") from error
         except (CapacityError, TimeoutError):
