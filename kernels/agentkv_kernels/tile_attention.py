@@ -51,6 +51,15 @@ def _capped(b_s, scale, softcap):
 
 
 @triton.jit
+def _packed_rows(num_rows, i_head, i_part, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Row of the tile and query head of each packed row of a program."""
+    # num_rows >> 30 is 0, which the compiler does not know: else it would work the rows out once
+    # and keep them through all loops, in registers that the accumulators need.
+    o_m = (i_part * BLOCK_M).to(tl.int32) + tl.arange(0, BLOCK_M) + (num_rows >> 30)
+    return o_m // GROUP, i_head * GROUP + o_m % GROUP
+
+
+@triton.jit
 def _tile_attention_kernel(
     q_ptr,
     k_ptr,
@@ -91,11 +100,9 @@ def _tile_attention_kernel(
 ):
     num_tiles = tl.load(counts_ptr + KIND)
     delta = tl.load(counts_ptr + _DELTA)
-    # Every id is 64 bits wide before it is multiplied by a stride.
+    # Every id is 64 bits wide when it is multiplied by a stride.
     i_head = (tl.program_id(1) // PARTS).to(tl.int64)
-    o_m = (tl.program_id(1) % PARTS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_row = (o_m // GROUP).to(tl.int32)
-    o_head = i_head * GROUP + o_m % GROUP
+    i_part = (tl.program_id(1) % PARTS).to(tl.int64)
     o_k = tl.arange(0, KEY_PAD)
     o_v = tl.arange(0, VALUE_PAD)
     is_k = o_k < KEY_DIM
@@ -108,9 +115,11 @@ def _tile_attention_kernel(
         first = kv_off + tl.where((flags & _SLIDES) != 0, delta, 0)
         end = kv_off + tl.load(tile_ptr + _KV_LEN) + tl.where((flags & _GROWS) != 0, delta, 0)
         b_blk_ptr = blk_ptr + tl.load(tile_ptr + _BLK0)
-        is_row = o_row < tl.load(tile_ptr + _NUM_ROWS)
-        row_ptr = rows_ptr + tl.load(tile_ptr + _ROW0) + o_row
-        b_token = tl.load(row_ptr, mask=is_row, other=0).to(tl.int64)
+        num_rows = tl.load(tile_ptr + _NUM_ROWS)
+        o_row, o_head = _packed_rows(num_rows, i_head, i_part, GROUP, BLOCK_M)
+        is_row = o_row < num_rows
+        tile_rows_ptr = rows_ptr + tl.load(tile_ptr + _ROW0)
+        b_token = tl.load(tile_rows_ptr + o_row, mask=is_row, other=0).to(tl.int64)
         q_at = b_token * stride_qt + o_head * stride_qh
         is_q = is_row[:, None] & is_k[None, :]
         b_q = tl.load(q_ptr + q_at[:, None] + o_k[None, :], mask=is_q, other=0.0)
@@ -152,6 +161,10 @@ def _tile_attention_kernel(
             b_acc += tl.dot(b_p.to(b_q.dtype), b_v.to(b_q.dtype), input_precision="ieee")
             b_m = b_top
 
+        # Volatile, so that what follows is worked out here and not before the loop.
+        num_rows = tl.load(tile_ptr + _NUM_ROWS, volatile=True)
+        o_row, o_head = _packed_rows(num_rows, i_head, i_part, GROUP, BLOCK_M)
+        is_row = o_row < num_rows
         has_keys = b_l > 0.0
         b_total = tl.where(has_keys, b_l, 1.0)
         b_out = b_acc / b_total[:, None]
@@ -163,6 +176,7 @@ def _tile_attention_kernel(
                 # out x 2^lse / (2^lse + 2^sink); a row without keys stays zero
                 b_out = b_out / (1.0 + tl.exp2(b_sink * _LOG2_E - b_lse))[:, None]
                 b_out = tl.where(has_keys[:, None], b_out, 0.0)
+            b_token = tl.load(tile_rows_ptr + o_row, mask=is_row, other=0).to(tl.int64)
             out_at = b_token * stride_ot + o_head * stride_oh
             p_out = out_ptr + out_at[:, None] + o_v[None, :]
             tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=is_out)

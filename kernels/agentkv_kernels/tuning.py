@@ -33,32 +33,35 @@ class Tuning:
     prefill: TileConfig
 
 
-def _tuning(narrow: tuple[int, int, int, int], wide: tuple[int, int, int, int]) -> Tuning:
-    return Tuning(TileConfig(*narrow), TileConfig(*wide), TileConfig(*wide))
+_Sizes = tuple[int, int, int, int]
+
+
+def _tuning(narrow: _Sizes, wide: _Sizes, prefill: _Sizes | None = None) -> Tuning:
+    return Tuning(TileConfig(*narrow), TileConfig(*wide), TileConfig(*(prefill or wide)))
 
 
 # By GPU and largest head dim, for 16-bit elements. Narrow tiles are bound by memory: few rows, deep
 # pipeline. sm_80 has 164 KB of shared memory a multiprocessor against sm_90's 228 KB, hence a stage
-# less, and its wide tiles of 64 x 64 spill at 4 warps. On sm_90 tiles of 128 rows spill. sm_100
-# wants 8 warps for a wide tile. CDNA 3 has 64 KB and waves of 64 threads: half the keys.
+# less. On sm_90 tiles of 128 rows spill. sm_100 wants 8 warps for a wide tile. CDNA 3 has 64 KB
+# and waves of 64 threads: half the keys.
 TUNINGS = {
-    ("sm_80", 128): _tuning((16, 64, 4, 2), (64, 32, 4, 2)),
-    ("sm_80", 256): _tuning((16, 32, 8, 2), (64, 32, 8, 2)),
+    ("sm_80", 128): _tuning((16, 64, 4, 2), (64, 64, 4, 2)),
+    ("sm_80", 256): _tuning((16, 32, 4, 2), (64, 32, 8, 2)),
     ("sm_80", 512): _tuning((16, 16, 8, 2), (32, 16, 8, 2)),
     ("sm_90", 128): _tuning((16, 64, 4, 3), (64, 64, 4, 3)),
     ("sm_90", 256): _tuning((16, 32, 4, 3), (64, 32, 8, 3)),
     ("sm_90", 512): _tuning((16, 16, 8, 2), (32, 16, 8, 2)),
     ("sm_100", 128): _tuning((16, 64, 4, 3), (64, 64, 8, 3)),
     ("sm_100", 256): _tuning((16, 32, 4, 3), (64, 32, 8, 3)),
-    ("sm_100", 512): _tuning((16, 16, 8, 2), (32, 16, 8, 2)),
-    ("gfx942", 128): _tuning((16, 32, 4, 2), (64, 32, 4, 1)),
+    ("sm_100", 512): _tuning((16, 16, 8, 2), (32, 16, 8, 3)),
+    ("gfx942", 128): _tuning((16, 32, 4, 2), (64, 32, 4, 1), (64, 16, 4, 1)),
     ("gfx942", 256): _tuning((16, 16, 4, 2), (64, 16, 4, 1)),
     ("gfx942", 512): _tuning((16, 16, 4, 1), (16, 16, 4, 1)),
 }
 # float32 products are exact, without tensor cores: more than 16 rows would only spill.
 FLOAT32_TUNINGS = {
     128: _tuning((16, 32, 4, 2), (16, 32, 4, 2)),
-    256: _tuning((16, 16, 4, 2), (16, 16, 4, 2)),
+    256: _tuning((16, 16, 8, 2), (16, 16, 8, 2)),
     512: _tuning((16, 16, 8, 1), (16, 16, 8, 1)),
 }
 # Tensors in ordinary memory: Triton's interpreter, where every operation costs the same.
