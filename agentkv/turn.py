@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 from weakref import WeakValueDictionary
@@ -19,6 +20,7 @@ from .config import EngineConfig, SamplingOptions
 from .errors import ContextLengthError, OutOfBlocksError
 from .messages import Completion, Message
 from .text import conversation as text
+from .text.budget import HurriedError, hurried
 from .text.conversation import Conversation, Entry, TurnPlan
 from .text.stopping import ReplyText, StopMatcher
 from .text.tokenizer import ChatTokenizer
@@ -81,7 +83,7 @@ def derive_key(key: int, purpose: Literal["root", "fork", "rollback"], ordinal: 
 async def plan_turn(
     host: Host, state: State, entries: tuple[Entry, ...], *, reply: bool
 ) -> TurnPlan:
-    """The ids that a turn appends, computed off the loop when the text is long."""
+    """The ids that a turn appends, computed off the loop where it may take long."""
     size = state.conversation.num_chars + sum(
         len(entry.content) if isinstance(entry, Message) else len(entry) for entry in entries
     )
@@ -101,9 +103,11 @@ async def plan_turn(
 
 
 async def handle_text(work: Callable[[], T], num_chars: int) -> T:
-    """The result of `work`, which handles so much text; off the loop when that is long."""
+    """The result of `work`, which handles so much text; off the loop when that may take long."""
     if num_chars <= ON_LOOP_CHARS:
-        return work()
+        # What turns out to take its time all the same is begun again off the loop.
+        with suppress(HurriedError), hurried():
+            return work()
     return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
 
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
-__all__ = ["Budget", "TemplateBudgetError", "check_format", "check_width"]
+__all__ = [
+    "Budget",
+    "HurriedError",
+    "TemplateBudgetError",
+    "check_format",
+    "check_unhurried",
+    "check_width",
+    "hurried",
+]
 
 MAX_SECONDS = 2.0
 MAX_INT_BITS = 4096
@@ -22,6 +32,11 @@ MAX_WIDTH = 1000
 SIZE_PER_INPUT = 64
 BASE_SIZE = 4_000_000
 CHECK_EVERY = 256
+# One operation is a loop turn, a call, a filter, or 256 characters: a microsecond or two. So this
+# much is a few milliseconds, and the same on every machine.
+HURRIED_OPERATIONS = 4000
+
+_is_hurried: ContextVar[bool] = ContextVar("is_hurried", default=False)
 
 _VIEWS = (KeysView, ValuesView, ItemsView)
 _CONTAINERS = (list, tuple, dict, set, frozenset, *_VIEWS)
@@ -31,6 +46,20 @@ class TemplateBudgetError(Exception):
     """The template did too much; the message continues "the chat template"."""
 
 
+class HurriedError(Exception):
+    """It takes longer than it may right here; nothing else is wrong with it."""
+
+
+@contextmanager
+def hurried() -> Iterator[None]:
+    """In this block what takes more than a few milliseconds raises HurriedError."""
+    token = _is_hurried.set(True)
+    try:
+        yield
+    finally:
+        _is_hurried.reset(token)
+
+
 class Budget:
     """Processor seconds of this thread, and characters and elements made, of one rendering."""
 
@@ -38,6 +67,7 @@ class Budget:
         self._limit = BASE_SIZE + SIZE_PER_INPUT * input_size
         self._spent = 0
         self._unchecked = 0
+        self._left = HURRIED_OPERATIONS if _is_hurried.get() else None
         self._deadline = time.thread_time() + MAX_SECONDS
         # Containers are immutable in the sandbox; holding them keeps their ids from being reused.
         self._weights: dict[int, tuple[object, int]] = {}
@@ -47,7 +77,12 @@ class Budget:
         self._spent += size
         if self._spent > self._limit:
             raise TemplateBudgetError(f"makes more than {self._limit} characters")
-        self._unchecked += 1 + (size >> 8)
+        operations = 1 + (size >> 8)
+        if self._left is not None:
+            self._left -= operations
+            if self._left < 0:
+                raise HurriedError
+        self._unchecked += operations
         if self._unchecked >= CHECK_EVERY:
             self._unchecked = 0
             if time.thread_time() > self._deadline:
@@ -125,6 +160,12 @@ class Budget:
         if not is_view:
             self._weights[id(value)] = (value, weight)
         return weight
+
+
+def check_unhurried() -> None:
+    """Raise HurriedError in a `hurried` block: what comes next takes its time."""
+    if _is_hurried.get():
+        raise HurriedError
 
 
 def check_format(text: str) -> None:

@@ -8,17 +8,18 @@ shares the model, or, for models that know control tokens as pieces of text, a r
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from ..errors import ChatTemplateError, ContextLengthError, RequestError
+from .budget import check_unhurried
 from .rendering import Piece
 
 __all__ = ["PlainBackend"]
@@ -80,6 +81,9 @@ class PlainBackend:
         for renaming in ("tokens", "pieces"):
             if self._control_in(ids, add_special_tokens) == expected:
                 break
+            if renaming == "pieces" and "_twin_of_pieces" not in vars(self):
+                # Building it takes a second for 100,000 pieces.
+                check_unhurried()
             twin = self._twin_of_tokens if renaming == "tokens" else self._twin_of_pieces
             ids = self._encode_renamed(twin, pieces, add_special_tokens, limit)
         if self._control_in(ids, add_special_tokens) != expected:
@@ -178,9 +182,11 @@ class PlainBackend:
 
         For models that hold control tokens as ordinary pieces of their vocabulary.
         """
-        data: dict[str, Any] = json.loads(self._backend.to_str())  # Any: the tokenizer's file
+        data: dict[str, Any] = msgspec.json.decode(  # Any: the tokenizer's file
+            self._backend.to_str()
+        )
         _rename(data, self._names)
-        twin = Tokenizer.from_str(json.dumps(data))
+        twin = Tokenizer.from_buffer(msgspec.json.encode(data))
         ids = {text: twin.token_to_id(name) for text, name in self._names.items()}
         return _Twin(twin, {i: self.control[text] for text, i in ids.items() if i is not None})
 

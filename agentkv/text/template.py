@@ -25,7 +25,7 @@ from jinja2.utils import Namespace
 
 from ..errors import ChatTemplateError
 from ..messages import Message
-from .budget import Budget, TemplateBudgetError, check_format, check_width
+from .budget import Budget, HurriedError, TemplateBudgetError, check_format, check_width
 from .instrument import instrument, literals_of
 
 __all__ = ["ChatTemplate"]
@@ -97,6 +97,8 @@ class ChatTemplate:
                     documents=None,
                 )
             )
+        except HurriedError:
+            raise
         except TemplateBudgetError as error:
             raise ChatTemplateError(f"the chat template {error}") from error
         except Exception as error:  # a foreign template can fail in any way
