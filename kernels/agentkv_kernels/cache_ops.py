@@ -18,7 +18,8 @@ from torch import Tensor
 _INTEGERS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
-@triton.jit
+# The number of tokens differs from step to step, and is no reason to compile again.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _write_kv_kernel(
     key_ptr,
     value_ptr,

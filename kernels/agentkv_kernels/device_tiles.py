@@ -85,9 +85,10 @@ class DeviceTiles:
         Must be called again after each step that moved the tile set on. ValueError if it does not
         fit: a truncated tile set would give wrong results.
         """
+        if not self.fits(tiles):
+            raise ValueError(f"{Capacity.of(tiles)} exceeds {self.capacity}")
+        tiles.scratch[_SCRATCH] = self
         if tiles is not self._tiles:
-            if not self.fits(tiles):
-                raise ValueError(f"{Capacity.of(tiles)} exceeds {self.capacity}")
             self._upload(tiles)
             self._tiles = tiles
         elif self._delta == tiles.delta:
@@ -97,7 +98,6 @@ class DeviceTiles:
         kinds = tiles.wide, tiles.narrow, tiles.prefill
         _copy(self.counts, np.array([*map(len, kinds), tiles.delta], np.int32))
         self._delta = tiles.delta
-        tiles.scratch[_SCRATCH] = self
 
     def _upload(self, tiles: TileSet) -> None:
         _copy(self.wide, tiles.wide)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is missing, so its kernels cannot be interpreted")
 from agentkv_kernels import tile_attention
-from agentkv_kernels.device_tiles import Capacity, DeviceTiles
+from agentkv_kernels.device_tiles import Capacity, DeviceTiles, unload
 
 pytestmark = [
     pytest.mark.own_process(TRITON_INTERPRET="1"),
@@ -91,6 +91,22 @@ def test_fixed_buffers_serve_any_tree_with_padding_behind_it() -> None:
         torch.testing.assert_close(out[:num_rows], expected, atol=1e-5, rtol=1e-5)
         assert (out[num_rows:] == 0).all()
     assert [tensor.data_ptr() for tensor in held] == addresses
+
+
+def test_buffers_that_still_hold_a_tile_set_are_used_again_after_others_were() -> None:
+    scenario = _fan(3, 4, 20)
+    k_cache, v_cache = scenario.caches(1, 8)
+    plan, query = scenario.plan(), _query(9, 3, 8)
+    tiles = plan.tile_set(tile_attention.tile_shape(query, k_cache, v_cache, None))
+    buffers = DeviceTiles(_capacity(), CPU)
+    buffers.load(tiles)
+    unload(tiles)
+    attend = partial(tile_attention.paged_attention, scale=0.5)
+    alone = attend(query[:3], k_cache, v_cache, plan)
+    buffers.load(tiles)
+    padded = attend(query, k_cache, v_cache, plan)
+    torch.testing.assert_close(padded[:3], alone, atol=0, rtol=0)
+    assert (padded[3:] == 0).all()
 
 
 def test_tiles_beyond_the_capacity_are_refused_not_truncated() -> None:
