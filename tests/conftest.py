@@ -9,7 +9,29 @@ from typing import Any
 
 import pytest
 
+from agentkv.kv.block_pool import BlockPool
+from agentkv.kv.prefix_cache import PrefixCache
 from tests.bench import Bench, make
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--constant-hash` runs any test with a prefix cache in which all hashes collide."""
+    parser.addoption("--constant-hash", action="store_true", help="let all hashes of KV collide")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hash_of_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The prefix cache's own hash, unless the command line wants a constant one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--constant-hash"):
+            init = PrefixCache.__init__
+
+            def colliding(cache: PrefixCache, pool: BlockPool, hash_fn: object = None) -> None:
+                init(cache, pool, lambda key: 7)
+
+            patch.setattr(PrefixCache, "__init__", colliding)
+        yield
+
 
 LOOPS = (
     pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),

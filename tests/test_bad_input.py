@@ -36,6 +36,7 @@ class Halt:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("call", dict.fromkeys(case.call for case in CASES))
 async def test_bad_input_is_refused_while_no_step_can_run(call: str) -> None:
+    """vllm-metal#577, antgroup/sglang#31: one request was refused in the step, and all failed."""
     async with open_place() as place:
         before = state_of(place)
         neighbour = place.engine.session(system="a neighbour")
@@ -93,7 +94,7 @@ def test_every_public_call_is_in_the_table() -> None:
         assert hasattr(agentkv, name)
 
 
-@pytest.mark.parametrize("case", CASES[::40], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES[::80], ids=lambda case: case.name)
 def test_a_refusal_costs_little(case: Case) -> None:
     cost = measure(case)
     assert cost.seconds < 20 * 0.010

@@ -32,6 +32,7 @@ async def cached(session: Session) -> int:
 async def test_the_prefix_cache_shares_within_a_namespace_alone(
     bench: Bench, other: str | None
 ) -> None:
+    """sglang#37160, llm-d-router#1389, vllm#44250: the key of isolation was dropped in one tier."""
     assert await cached(bench.engine.session(messages=PROMPT, namespace="a")) == 0
     assert await cached(bench.engine.session(messages=PROMPT, namespace="a")) == 96
     assert await cached(bench.engine.session(messages=PROMPT, namespace=other)) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 import time
 import warnings
@@ -14,6 +15,7 @@ import anyio
 import pytest
 
 from agentkv import (
+    Engine,
     EngineClosedError,
     EngineNotOpenError,
     Session,
@@ -232,3 +234,13 @@ async def read_all(session: Session) -> None:
     async with session.stream(max_tokens=40) as stream:
         ids = [token_id async for delta in stream for token_id in delta.token_ids]
     assert ids == expected(session, 40)
+
+
+def test_no_synchronous_call_runs_a_turn() -> None:
+    """lcp#471, #1995: several threads met in one context; there is no façade for them to share."""
+    for kind in (Engine, Session):
+        for name in ("generate", "score", "tree", "aclose"):
+            method = getattr(kind, name, None)
+            assert method is None or inspect.iscoroutinefunction(method)
+        for entry in ("__enter__", "__iter__", "__next__"):
+            assert not hasattr(kind, entry)

@@ -44,6 +44,7 @@ def _pair(first: int, second: int, query_len: int) -> Scenario:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("query_len", [1, 70])
 def test_blocks_beyond_32_bits_are_read(far_cache: Tensor, path: Attention, query_len: int) -> None:
+    """vllm#47671, sglang#20389, tokenspeed#530, ATOM#702: block id times stride overflowed."""
     near, far = _pair(6, 4, query_len), _pair(FAR - 1, FAR - 2, query_len)
     near_cache, _ = near.caches(1, DIM, dtype=torch.float16)
     for near_table, far_table in zip(near.block_tables, far.block_tables, strict=True):
