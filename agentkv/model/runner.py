@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -115,7 +115,7 @@ class ModelRunner:
         keep = [int(starts[r + 1]) - 1 for r in sampled]
         for start, row in zip(starts.tolist(), batch.rows, strict=False):
             keep += [start + offset for offset, _ in row.targets]
-        with torch.inference_mode():
+        with self._on_device():
             logits = self.compute_logits(batch, keep)
             results = [RowResult()] * len(batch.rows)
             specs = [row.sample for row in batch.rows if row.sample is not None]
@@ -134,14 +134,11 @@ class ModelRunner:
         """
         if not self._cache.layers:
             raise EngineClosedError("the runner has been closed")
-        try:
-            with self._on_device():
-                self._cache.copy(batch.copies)
-                if not batch.rows:
-                    return torch.empty(0, self._info.vocab_size)
-                return self._forward(batch, keep)
-        except torch.AcceleratorError as error:
-            raise FatalRunnerError(f"the device failed: {error}") from error
+        with self._on_device():
+            self._cache.copy(batch.copies)
+            if not batch.rows:
+                return torch.empty(0, self._info.vocab_size)
+            return self._forward(batch, keep)
 
     def close(self) -> None:
         """Free the KV memory. Idempotent."""
@@ -168,7 +165,7 @@ class ModelRunner:
     def _run(self, plan: StepPlan, inputs: Tensor, keep: Tensor) -> Tensor:
         """Logits after the tokens `keep` of `inputs`, int64 [3, T]: ids, positions and slots."""
         step = StepContext(plan, self._cache.layers, inputs[2])
-        with torch.inference_mode(), running(step):
+        with running(step):
             output = self._model(
                 input_ids=inputs[:1],
                 position_ids=inputs[1:2],
@@ -180,10 +177,20 @@ class ModelRunner:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Kernels are launched on the current GPU, which is a matter of each thread."""
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Kernels are launched on the current GPU, which is a matter of each thread.
+
+        What fails there may come to light later, whenever a result is waited for.
+        """
         is_cuda = self._device.type == "cuda"
-        return torch.cuda.device(self._device) if is_cuda else nullcontext()
+        current = torch.cuda.device(self._device) if is_cuda else nullcontext()
+        try:
+            # Buffers made in inference mode can be written in inference mode only.
+            with current, torch.inference_mode():
+                yield
+        except torch.AcceleratorError as error:
+            raise FatalRunnerError(f"the device failed: {error}") from error
 
     def _plan_of(self, batch: Batch) -> StepPlan:
         """The last step's plan moved on by one token a row where that is all that changed."""

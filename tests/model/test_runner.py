@@ -161,6 +161,18 @@ def test_a_broken_device_is_fatal() -> None:
     assert isinstance(caught.value.__cause__, torch.AcceleratorError)
 
 
+def test_a_failed_device_is_fatal_too_where_it_comes_to_light_while_sampling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("an illegal memory access")
+
+    runner = make_runner(tiny_model("llama"))
+    monkeypatch.setattr("agentkv.model.runner.sample", fail)
+    with pytest.raises(FatalRunnerError, match="illegal memory access"):
+        run(runner, row([1], [0]))
+
+
 def test_a_plan_is_not_advanced_over_a_step_that_was_left_out() -> None:
     model = tiny_model("llama")
     runner = make_runner(model)
