@@ -9,7 +9,7 @@ import pytest
 
 from agentkv import NamespaceError, Session
 from agentkv.core.plan import Plan
-from agentkv.core.sequence import Finished, Request, Snapshot, TokenIds
+from agentkv.core.sequence import Finished, Request
 from agentkv.kv.block_pool import BlockPool
 from agentkv.kv.block_table import BlockTable
 from agentkv.kv.memory import KVMemory

@@ -51,8 +51,8 @@ class SampleSpec:
 
     options: SamplingOptions
     uniform: float
-    prompt_ids: TokenArray
-    output_ids: TokenArray
+    prompt_ids: TokenArray = field(repr=False)
+    output_ids: TokenArray = field(repr=False)
     banned_ids: tuple[int, ...] = ()
     mask: npt.NDArray[np.bool_] | None = None
 
@@ -69,11 +69,11 @@ class Row:
     """
 
     seq_id: int
-    token_ids: TokenArray
+    token_ids: TokenArray = field(repr=False)
     start: int
     block_ids: SequenceABC[int]
     sample: SampleSpec | None = None
-    targets: tuple[tuple[int, int], ...] = ()
+    targets: tuple[tuple[int, int], ...] = field(default=(), repr=False)
 
     @property
     def end(self) -> int:

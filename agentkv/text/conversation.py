@@ -48,9 +48,9 @@ class Conversation:
     `is_open` says that the last reply ended by length or was stopped, and may be continued.
     """
 
-    messages: tuple[Message, ...] = ()
-    spans: tuple[Span, ...] = ()
-    replies: tuple[Reply, ...] = ()
+    messages: tuple[Message, ...] = field(default=(), repr=False)
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+    replies: tuple[Reply, ...] = field(default=(), repr=False)
     num_answered: int = 0
     num_answered_spans: int = 0
     is_open: bool = False
@@ -81,14 +81,14 @@ class TurnPlan:
     """
 
     keep: int
-    new_ids: TokenArray
+    new_ids: TokenArray = field(repr=False)
     conversation: Conversation
     is_empty: bool = False
     is_continuation: bool = False
     is_unprompted: bool = False
-    prompt_text: str = ""
-    reply_context: tuple[int, ...] = ()
-    broken: str = ""
+    prompt_text: str = field(default="", repr=False)
+    reply_context: tuple[int, ...] = field(default=(), repr=False)
+    broken: str = field(default="", repr=False)
 
 
 def start(messages: Sequence[Message] = ()) -> Conversation:

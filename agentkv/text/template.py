@@ -8,6 +8,7 @@ and every loop turn, call, filter, printed value and growing operator is charged
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -46,6 +47,10 @@ _STR_METHODS = frozenset(
 )
 _CONTAINER_METHODS = frozenset({"get", "items", "keys", "values", "copy", "index", "count"})
 
+# What an error message quotes, where it has no quote in it, and how jinja2 names a kind of object.
+_QUOTED = re.compile(r"'([^'\"]*)'")
+_KIND = re.compile(r"(str|int|float|bool|list|dict|tuple|NoneType|None)( object)?|[\w.]+ object")
+
 _budget: ContextVar[Budget | None] = ContextVar("template_budget", default=None)
 _now: ContextVar[datetime | None] = ContextVar("template_now", default=None)
 
@@ -65,6 +70,7 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARS}"
             )
+        self._source = source
         environment = _Environment()
         token = _budget.set(Budget(len(source)))  # jinja2 computes constant expressions right away
         try:
@@ -111,8 +117,15 @@ class ChatTemplate:
     def _harmless(self, error: Exception) -> str:
         """What an error says, unless it may quote the messages, which errors never do."""
         kind, text = type(error).__name__, str(error)
-        own = isinstance(error, (SecurityError, jinja2.UndefinedError))
+        own = isinstance(error, (SecurityError, jinja2.UndefinedError)) and self._is_own(text)
         return f"{kind}: {text[:200]}" if own or text in self.literals else kind
+
+    def _is_own(self, text: str) -> bool:
+        """Whether all that jinja2 quotes are kinds of objects, or words of the template itself."""
+        quoted = _QUOTED.findall(text)
+        rest = _QUOTED.sub("", text)
+        known = (word in self._source or _KIND.fullmatch(word) for word in quoted)
+        return not {"'", '"'} & set(rest) and all(known)
 
 
 class _Generation(Extension):
