@@ -195,8 +195,10 @@ class Core:
 
     def close(self) -> None:
         """Drop everything and close the runner. Idempotent."""
-        self._drop_everything()
-        self._runner.close()
+        try:
+            self._drop_everything()
+        finally:
+            self._runner.close()
 
     # One step.
 

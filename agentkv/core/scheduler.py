@@ -74,6 +74,27 @@ class Scheduler:
         """Choose the spans of the next step and allocate what they write."""
         decodes = sum(sequence.is_decoding for sequence in self.running)
         plan = Plan(self._batch_tokens - decodes)
+        try:
+            self._fill(plan)
+        except BaseException:
+            self._memory.pool.release([copy.src for copy in plan.copies])
+            raise
+        return plan
+
+    def check(self) -> None:
+        """Verify the books of the queues."""
+        assert all(sequence.table is None for sequence in self.waiting), "a waiting one holds KV"
+        assert all(sequence.table is not None for sequence in self.running), "one runs without"
+        for queue in (self.waiting, self.running):
+            assert queue == sorted(queue, key=_rank), "a queue is out of order"
+        assert self._num_owed == sum(s.num_owed for s in self.running + self.waiting)
+        assert len(self.running) <= self._max_num_seqs, "too many sequences run"
+        assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in self.running + self.waiting)
+        self._snapshots.check(Counter(s.request.snapshot for s in self.running))
+
+    # The plan.
+
+    def _fill(self, plan: Plan) -> None:
         order = self.running + self.waiting
         if self.waiting:
             order.sort(key=_rank)
@@ -87,18 +108,6 @@ class Scheduler:
             else:
                 self._prefill(plan, sequence)
         self._top_up(plan)
-        return plan
-
-    def check(self) -> None:
-        """Verify the books of the queues."""
-        assert all(sequence.table is None for sequence in self.waiting), "a waiting one holds KV"
-        assert all(sequence.table is not None for sequence in self.running), "one runs without"
-        for queue in (self.waiting, self.running):
-            assert queue == sorted(queue, key=_rank), "a queue is out of order"
-        assert self._num_owed == sum(s.num_owed for s in self.running + self.waiting)
-        assert len(self.running) <= self._max_num_seqs, "too many sequences run"
-        assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in self.running + self.waiting)
-        self._snapshots.check(Counter(s.request.snapshot for s in self.running))
 
     # Running sequences.
 
@@ -190,14 +199,20 @@ class Scheduler:
         if len(self.running) >= self._max_num_seqs:
             return False
         base, keep = sequence.request.snapshot.table, sequence.request.keep
-        sequence.table = table = BlockTable()
+        table = BlockTable()
         if base is not None:
             length = min(base.num_tokens, keep, sequence.reuse_limit)
-            sequence.table = table = self._memory.fork(base, length)
-        self._match(sequence)
-        if not self._has_room(plan, sequence):
-            sequence.table = None
-            self._memory.release(table)
+            table = self._memory.fork(base, length)
+        sequence.table = table
+        has_room = False
+        try:
+            self._match(sequence)
+            has_room = self._has_room(plan, sequence)
+        finally:
+            if not has_room:
+                sequence.table = None
+                self._memory.release(table)
+        if not has_room:
             return False
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_rank)

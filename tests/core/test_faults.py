@@ -15,30 +15,14 @@ from agentkv.core.sequence import Finished, Request, Snapshot, TokenIds
 from agentkv.errors import (
     ContextLengthError,
     NamespaceError,
-    OutOfBlocksError,
     RequestError,
     StepError,
 )
-from agentkv.kv.block_pool import BlockPool
 from agentkv.testing.driver import CoreDriver, Turn
+from agentkv.testing.faults import FaultPlan
+from agentkv.testing.faulty import FaultyPool
 
 PROMPT = [3 * at % 251 for at in range(39)]
-
-
-class FaultyPool(BlockPool):
-    """Refuses the k-th allocation, and all later ones too if `for_ever`."""
-
-    def __init__(self, num_blocks: int, k: int, *, for_ever: bool) -> None:
-        super().__init__(num_blocks)
-        self.num_calls = 0
-        self._k = k
-        self._for_ever = for_ever
-
-    def allocate(self, count: int) -> list[int]:
-        self.num_calls += 1
-        if self.num_calls == self._k or (self._for_ever and self.num_calls > self._k):
-            raise OutOfBlocksError(count, 0)
-        return super().allocate(count)
 
 
 def scenario(driver: CoreDriver) -> list[Turn]:
@@ -73,23 +57,40 @@ def settle(driver: CoreDriver, turns: list[Turn]) -> int:
 
 def test_the_kth_allocation_may_fail_once_for_every_k() -> None:
     for k in range(1, 60):
-        pool = FaultyPool(24, k, for_ever=False)
-        driver = CoreDriver(num_blocks=24, pool=pool)
+        plan = FaultPlan().fail("allocate", at=k)
+        driver = CoreDriver(num_blocks=24, pool=FaultyPool(24, plan))
         assert settle(driver, scenario(driver)) == 0
-        if pool.num_calls < k:
+        if not plan.happened:
             break
     assert k > 12
 
 
 def test_the_kth_allocation_may_fail_for_ever_for_every_k() -> None:
     for k in range(1, 60):
-        pool = FaultyPool(24, k, for_ever=True)
-        driver = CoreDriver(num_blocks=24, pool=pool)
+        plan = FaultPlan().fail("allocate", at=k, count=None)
+        driver = CoreDriver(num_blocks=24, pool=FaultyPool(24, plan))
         failed = settle(driver, scenario(driver))
-        if pool.num_calls < k:
+        if not plan.happened:
             assert not failed
             break
     assert k > 12
+
+
+def test_host_memory_may_run_out_at_any_share() -> None:
+    for k in range(1, 60):
+        plan = FaultPlan().fail("share", at=k)
+        driver = CoreDriver(num_blocks=24, pool=FaultyPool(24, plan))
+        try:
+            settle(driver, scenario(driver))
+        except MemoryError:
+            driver.core.close()
+            driver.core.check()
+            assert driver.core.stats().used_blocks == 0
+            assert driver.runner.is_closed
+        else:
+            break
+    assert not plan.happened
+    assert k > 5
 
 
 @pytest.mark.parametrize("point", ["before_step", "after_copy", "after_write", "after_step"])
