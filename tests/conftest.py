@@ -1,17 +1,19 @@
-"""What every test shares: the three event loops, and the check that no step thread outlives one."""
+"""What every test shares: the three event loops, and the check that nothing outlives one."""
 
 from __future__ import annotations
 
+import inspect
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import uvloop
 
 from agentkv.kv.block_pool import BlockPool
 from agentkv.kv.prefix_cache import PrefixCache
 from tests.bench import Bench, make
+from tests.leaks import nothing_is_left, without_tasks_left
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,14 +56,24 @@ def own_cache_folder() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def first_loop() -> None:
+    """The pipe that libuv makes once in a process is not a leak of the first test to use it."""
+    uvloop.new_event_loop().close()
+
+
 @pytest.fixture(autouse=True)
-def no_step_thread_is_left() -> Iterator[None]:
-    """A test that opens an engine also ends its thread."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "agentkv-step":
-            thread.join(timeout=10)
-            assert not thread.is_alive(), "a step thread is still running"
+def no_leak() -> Iterator[None]:
+    """A test leaves no thread and no open file, and engines that are closed and hold no block."""
+    with nothing_is_left():
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """An async test leaves no task."""
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+        item.obj = without_tasks_left(item.obj)
 
 
 @pytest.fixture
