@@ -76,7 +76,8 @@ def architecture(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if torch.version.hip:
-        return "gfx942"
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return "gfx942" if name.startswith(("gfx94", "gfx95")) else None
     major, _ = torch.cuda.get_device_capability(device)
     # The small siblings (8.6, 8.9, 12.0) have 99 KB of shared memory, enough for sm_80's tiles.
     return {8: "sm_80", 9: "sm_90", 10: "sm_100", 11: "sm_100", 12: "sm_80"}.get(major)

@@ -18,14 +18,15 @@ pytestmark = [
     pytest.mark.own_process(TRITON_INTERPRET="1"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
-# Elements between two blocks: in 32 bits the second would wrap to before the first.
-FAR = 2**31 + 64
+# A block and its stride, each of which fits 32 bits: in these, their product would be negative.
+FAR_BLOCK, STRIDE = 8, 2**28 + 64
+FAR = FAR_BLOCK * STRIDE
 # Not in Python's mmap before 3.12: pages count only when they are touched.
 MAP_NORESERVE = 0x4000
 
 
 class FarCache:
-    """Two float16 blocks [16, 8], FAR elements apart, with zeros where block 1 would wrap to."""
+    """Blocks 0 and FAR_BLOCK [16, 8] of a float16 cache, and zeros where that would wrap to."""
 
     def __init__(self, memory: mmap.mmap, shift: int) -> None:
         near, far = (
@@ -33,8 +34,8 @@ class FarCache:
             for at in (FAR, 2 * FAR)
         )
         self.blocks = near.view(16, 8), far.view(16, 8)
-        # Block 1 lies beyond the end of this tensor, where the block's stride says.
-        self.tensor = near.as_strided((1, 1, 16, 8), (FAR, 128, 8, 1))
+        # FAR_BLOCK lies beyond the end of this tensor, where the block's stride says.
+        self.tensor = near.as_strided((1, 1, 16, 8), (STRIDE, 128, 8, 1))
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_attention_reads_blocks_beyond_32_bits(far_caches: tuple[FarCache, FarCa
     for cache in far_caches:
         cache.blocks[1].normal_()
     query = torch.randn(1, 3, 8).half()
-    plan = StepPlan.build(query_lens=[1], kv_lens=[16], block_tables=[[1]], block_size=16)
+    plan = StepPlan.build(query_lens=[1], kv_lens=[16], block_tables=[[FAR_BLOCK]], block_size=16)
     out = tile_attention.paged_attention(query, keys.tensor, values.tensor, plan, scale=0.5)
     expected, _ = reference.attend(
         query.float(),
@@ -137,7 +138,7 @@ def test_keys_are_written_to_blocks_beyond_32_bits(
 ) -> None:
     key, value = torch.randn(2, 1, 1, 8)
     keys, values = far_caches
-    cache_ops.write_kv(key, value, keys.tensor, values.tensor, torch.tensor([16 + 3]))
+    cache_ops.write_kv(key, value, keys.tensor, values.tensor, torch.tensor([FAR_BLOCK * 16 + 3]))
     assert torch.equal(keys.blocks[1][3], key[0, 0].half())
     assert torch.equal(values.blocks[1][3], value[0, 0].half())
 
@@ -145,7 +146,7 @@ def test_keys_are_written_to_blocks_beyond_32_bits(
 def test_blocks_beyond_32_bits_are_copied(far_caches: tuple[FarCache, FarCache]) -> None:
     for cache in far_caches:
         cache.blocks[0].normal_()
-    cache_ops.copy_blocks([cache.tensor for cache in far_caches], [(0, 1, 5)])
+    cache_ops.copy_blocks([cache.tensor for cache in far_caches], [(0, FAR_BLOCK, 5)])
     for cache in far_caches:
         near, far = cache.blocks
         assert torch.equal(far[:5], near[:5])
