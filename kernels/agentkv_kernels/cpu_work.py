@@ -1,27 +1,25 @@
 """What the CPU reads for the tiles of a step, as indices that are the same for all layers.
 
 Shared runs, prefill chunks and batches of private tails each give partial results; the partial
-results are numbered in the order in which they are made, and merged by number. Worked out once a
-step and kept in the tile set. Knows nothing about heads.
+results are numbered in the order in which they are made, and merged by number. Knows nothing about
+heads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .cpu_tails import Tails, batch_tails, spans
 from .tiles import (
     BLK0,
     DIAGONAL,
     FLAGS,
-    GROWS,
-    KV_LEN,
-    KV_OFF,
     NUM_ROWS,
     ROW0,
     SLIDES,
@@ -30,8 +28,6 @@ from .tiles import (
     TileSet,
 )
 
-# Tails share a batch while the longest has at most this many times the blocks of the shortest.
-_BATCH_RATIO = 1.5
 # Rows of a windowed prefill chunk that are computed together: more read keys beyond their windows.
 _BAND_ROWS = 64
 
@@ -74,15 +70,6 @@ class Chunk(NamedTuple):
     bands: list[Band]
 
 
-class Tails(NamedTuple):
-    """Private keys of n decode tokens, padded to the same number of blocks."""
-
-    rows: Tensor  # [n]
-    blocks: Tensor  # [n x max_blocks], block ZERO where a tail has ended
-    hidden: Tensor | None  # [n, max_blocks x block_size], -inf where a token sees no key
-    unseen: Tensor  # hidden keys in blocks that also have seen keys, indexing all keys together
-
-
 class Merge(NamedTuple):
     """Tokens with equally many partial results, and the numbers of these."""
 
@@ -90,50 +77,82 @@ class Merge(NamedTuple):
     partials: Tensor  # [m, count]
 
 
-class StepWork(NamedTuple):
-    """All there is to do. The partial results are numbered along `runs`, `chunks`, `tails`."""
+class StepWork:
+    """All there is to do for the tiles of a step.
 
-    runs: list[Run]
-    chunks: list[Chunk]
-    tails: list[Tails]
-    merges: list[Merge]
-    is_complete: bool  # every query token has a partial result
+    The partial results are numbered along `runs`, `chunks` and `tails`; `is_complete` if every
+    query token has one. A batch of tails holds at most `max_gathered` keys, or one tail.
+    """
+
+    def __init__(
+        self,
+        tiles: TileSet,
+        block_size: int,
+        window: int | None,
+        *,
+        zero_block: int,
+        max_gathered: int,
+    ) -> None:
+        self._tiles = tiles
+        self._block_size = block_size
+        self._window = window
+        self._zero_block = zero_block
+        self._max_gathered = max_gathered
+        self._delta = tiles.delta
+        self._make()
+
+    def follow(self) -> None:
+        """Move to the step that the tiles are at."""
+        steps = self._tiles.delta - self._delta
+        if steps == 0:
+            return
+        # The keys of other runs stay the same.
+        is_still = not (self._tiles.wide[:, FLAGS] & SLIDES).any()
+        if steps != 1 or not is_still or not all(tails.advance() for tails in self.tails):
+            self._make()
+        self._delta = self._tiles.delta
+
+    def _make(self) -> None:
+        tiles, size = self._tiles, self._block_size
+        runs = (_run(tile, tiles, size) for tile in tiles.wide)
+        self.runs: list[Run] = [run for run in runs if run is not None]
+        self.chunks: list[Chunk] = [
+            _chunk(tile, tiles, size, self._window) for tile in tiles.prefill
+        ]
+        self.tails: list[Tails] = list(
+            batch_tails(tiles, size, zero_block=self._zero_block, max_gathered=self._max_gathered)
+        )
+        tokens = np.concatenate([np.zeros(0, np.int64), *self._tokens()])
+        num_tokens = len(tiles.m_ptr) - 1
+        self.merges: list[Merge] = _merges(tokens, num_tokens)
+        self.is_complete: bool = sum(len(m.tokens) for m in self.merges) == num_tokens
+
+    def _tokens(self) -> Iterator[LongArray]:
+        """The tokens of each partial result, as they are numbered."""
+        for run in self.runs:
+            yield run.rows.numpy()
+        for chunk in self.chunks:
+            for band in chunk.bands:
+                yield np.arange(chunk.rows.start + band.begin, chunk.rows.start + band.end)
+        for tails in self.tails:
+            yield tails.rows.numpy()
 
 
-def step_work(tiles: TileSet, block_size: int, zero_block: int, window: int | None) -> StepWork:
-    """The work of the tiles at their present delta."""
-    cached = tiles.scratch.get("cpu")
-    if isinstance(cached, tuple) and cached[0] == tiles.delta:
-        work: StepWork = cached[1]
+def step_work(
+    tiles: TileSet, block_size: int, window: int | None, *, zero_block: int, max_gathered: int
+) -> StepWork:
+    """The work of the tiles, made on first use, moved on with them, and kept in the tile set."""
+    work = tiles.scratch.get("cpu")
+    if isinstance(work, StepWork):
+        work.follow()
         return work
-    runs = [run for run in (_run(tile, tiles, block_size) for tile in tiles.wide) if run]
-    chunks = [_chunk(tile, tiles, block_size, window) for tile in tiles.prefill]
-    tails = list(_batch_tails(tiles, block_size, zero_block))
-    tokens = [run.rows.numpy() for run in runs]
-    tokens += [
-        np.arange(chunk.rows.start + band.begin, chunk.rows.start + band.end)
-        for chunk in chunks
-        for band in chunk.bands
-    ]
-    tokens += [batch.rows.numpy() for batch in tails]
-    num_tokens = len(tiles.m_ptr) - 1
-    merges = _merges(np.concatenate(tokens) if tokens else np.zeros(0, np.int64), num_tokens)
-    num_done = sum(len(merge.tokens) for merge in merges)
-    work = StepWork(runs, chunks, tails, merges, num_done == num_tokens)
-    tiles.scratch["cpu"] = tiles.delta, work
+    work = StepWork(tiles, block_size, window, zero_block=zero_block, max_gathered=max_gathered)
+    tiles.scratch["cpu"] = work
     return work
 
 
-def _spans(tile: IntArray, delta: int) -> tuple[LongArray, LongArray]:
-    """First key and end of tiles [n, 8], counted from their first block."""
-    first = tile[..., KV_OFF].astype(np.int64) + delta * ((tile[..., FLAGS] & SLIDES) > 0)
-    end = (tile[..., KV_OFF] + tile[..., KV_LEN]).astype(np.int64)
-    end += delta * ((tile[..., FLAGS] & GROWS) > 0)
-    return first, np.maximum(first, end)
-
-
 def _keys(tile: IntArray, tiles: TileSet, block_size: int) -> Keys:
-    first, end = (int(x) for x in _spans(tile, tiles.delta))
+    first, end = (int(x) for x in spans(tile, tiles.delta))
     skipped = first // block_size
     blocks = tiles.blk[tile[BLK0] + skipped : tile[BLK0] - (-end // block_size)].astype(np.int64)
     where: Tensor | slice = torch.from_numpy(blocks)
@@ -172,7 +191,7 @@ def _causal_bands(num_rows: int, diagonal: int, length: int) -> list[Band]:
     return bands
 
 
-def _window_bands(num_rows: int, diagonal: int, length: int, window: int) -> Iterable[Band]:
+def _window_bands(num_rows: int, diagonal: int, length: int, window: int) -> Iterator[Band]:
     for begin in range(0, num_rows, _BAND_ROWS):
         end = min(begin + _BAND_ROWS, num_rows)
         low, high = max(0, diagonal + begin - window + 1), min(length, diagonal + end)
@@ -185,46 +204,6 @@ def _window_bands(num_rows: int, diagonal: int, length: int, window: int) -> Ite
         is_hidden = (key > position) | (key <= position - window)
         hidden = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -math.inf)
         yield Band(begin, end, low, high, hidden, False)
-
-
-def _batch_tails(tiles: TileSet, block_size: int, zero_block: int) -> Iterable[Tails]:
-    first, end = _spans(tiles.narrow, tiles.delta)
-    is_seen = end > first
-    count = -(-end // block_size)
-    order = np.argsort(-count, kind="stable")
-    order = order[is_seen[order]]
-    while len(order):
-        is_near = count[order] * _BATCH_RATIO + 1 >= count[order[0]]
-        chosen, order = order[is_near], order[~is_near]
-        yield _tails(tiles, chosen, first[chosen], end[chosen], block_size, zero_block)
-
-
-def _tails(
-    tiles: TileSet,
-    chosen: LongArray,
-    first: LongArray,
-    end: LongArray,
-    block_size: int,
-    zero_block: int,
-) -> Tails:
-    """One batch; keys are counted from each tail's first block."""
-    count = -(-end // block_size)
-    column = np.arange(int(count[0]))
-    has_block = column < count[:, None]
-    at = np.where(has_block, tiles.narrow[chosen, BLK0][:, None] + column, 0)
-    blocks = np.where(has_block, tiles.blk[at], zero_block).astype(np.int64)
-    key = np.arange(len(column) * block_size)
-    is_hidden = (key < first[:, None]) | (key >= end[:, None])
-    unseen = np.flatnonzero(is_hidden & np.repeat(has_block, block_size, axis=1))
-    hidden = None
-    if is_hidden.any():
-        hidden = torch.from_numpy(np.where(is_hidden, np.float32(-math.inf), np.float32(0.0)))
-    return Tails(
-        torch.from_numpy(tiles.rows[tiles.narrow[chosen, ROW0]].astype(np.int64)),
-        torch.from_numpy(blocks.reshape(-1)),
-        hidden,
-        torch.from_numpy(unseen),
-    )
 
 
 def _merges(tokens: LongArray, num_tokens: int) -> list[Merge]:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
+from agentkv_kernels import launch, reference
 from agentkv_kernels.plan import StepPlan
-from agentkv_kernels.scenario import TreeSegment
+from agentkv_kernels.scenario import TreeSegment, random_tree
 from agentkv_kernels.sharing import Sharing
 from agentkv_kernels.tiles import (
     BLK0,
@@ -22,6 +24,7 @@ from agentkv_kernels.tiles import (
     TileSet,
     TileShape,
 )
+from torch import Tensor
 
 SIZE = 4
 SHARING = Sharing(min_tokens=8, fixed_bytes=0)
@@ -195,3 +198,52 @@ def test_moving_on_equals_building_again_over_random_operations(seed: int) -> No
     for _ in range(500):
         _random_operation(forest, shapes)
     assert forest.num_advanced > 100
+
+
+@pytest.mark.parametrize("window", [None, 7, 60, 150])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_attention_follows_a_plan_that_is_moved_on(window: int | None, block_size: int) -> None:
+    scenario = random_tree(
+        5, num_rows=6, depth=2, block_size=block_size, max_segment_blocks=320 // block_size
+    )
+    tables, lengths = scenario.block_tables, scenario.kv_lens
+    num_blocks = scenario.num_blocks + 6 * 120 // block_size + 6
+    free = iter(range(scenario.num_blocks, num_blocks))
+    caches = [
+        launch.allocate_cache(num_blocks, 2, block_size, 8, torch.float32, "cpu").normal_()
+        for _ in range(2)
+    ]
+    plan = scenario.plan()
+    for _ in range(120):
+        query = torch.randn(6, 6, 8)
+        for cache in caches:
+            cache[num_blocks] = 0.0
+            _poison(cache, tables, lengths)
+        out, expected = (
+            path(query, caches[0], caches[1], plan, scale=0.3, window=window)
+            for path in (launch.paged_attention, reference.paged_attention)
+        )
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        lengths = [length + 1 for length in lengths]
+        for row, length in enumerate(lengths):
+            if length > len(tables[row]) * block_size:
+                tables[row] = [*tables[row], next(free)]
+        for cache in caches:
+            _write(cache, tables, lengths)
+        assert plan.advance(lengths, tables)
+
+
+def _poison(cache: Tensor, tables: list[list[int]], lengths: list[int]) -> None:
+    """Fill the slots behind each row's last token with NaN."""
+    size = cache.shape[2]
+    for table, length in zip(tables, lengths, strict=True):
+        if length % size:
+            cache[table[length // size], :, length % size :] = torch.nan
+
+
+def _write(cache: Tensor, tables: list[list[int]], lengths: list[int]) -> None:
+    """Fill the slot of each row's last token."""
+    size = cache.shape[2]
+    for table, length in zip(tables, lengths, strict=True):
+        slot = cache[table[(length - 1) // size], :, (length - 1) % size]
+        slot.copy_(torch.randn(slot.shape))
