@@ -17,8 +17,8 @@ from agentkv.worker import Worker
 
 __all__ = ["nothing_is_left", "without_tasks_left"]
 
-# Threads of the event loops, which end or are reused by themselves.
-LOOP_THREADS = ("AnyIO worker thread", "Trio thread", "asyncio_")
+# Threads that a loop, or tqdm in transformers, keeps for the next who needs one.
+SHARED_THREADS = ("AnyIO worker thread", "Trio thread", "asyncio_", "tqdm_monitor")
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def nothing_is_left() -> Iterator[None]:
         yield
     left = [thread for thread in threading.enumerate() if thread not in threads]
     for thread in left:
-        if not thread.name.startswith(LOOP_THREADS):
+        if not thread.name.startswith(SHARED_THREADS):
             thread.join(timeout=10)
             assert not thread.is_alive(), f"a thread is left: {thread.name}"
     for worker in workers:

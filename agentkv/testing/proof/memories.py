@@ -12,7 +12,7 @@ from ...kv.block_table import BlockTable
 from ...kv.fork_tree import shared_runs
 from ...kv.memory import KVMemory
 
-__all__ = ["MemoryMachine", "check_runs", "drive_memory"]
+__all__ = ["MemoryMachine", "check_runs", "drive_memory", "look_across_namespaces"]
 
 MAX_TABLES = 64
 
@@ -33,6 +33,31 @@ def drive_memory(
             machine.check()
     machine.end()
     return machine.num_refusals
+
+
+def look_across_namespaces(num_look_ups: int, *, num_hashes: int | None = None) -> int:
+    """So many look-ups of prefixes that other namespaces have cached; blocks found, all its own.
+
+    `num_hashes` folds the hash of a block to so many values.
+    """
+    rng = random.Random(1)
+    hash_fn = hash if num_hashes is None else lambda key: hash(key) % num_hashes
+    memory = KVMemory(BlockPool(48), 2, hash_fn=hash_fn)
+    owner: dict[int, str] = {}
+    found = 0
+    for _ in range(num_look_ups):
+        namespace = rng.choice("abcd")
+        words = [bytes(rng.choices(b"xy", k=2)) for _ in range(3)]
+        table = BlockTable()
+        memory.match(table, namespace, words.__getitem__, 3)
+        assert all(owner[block] == namespace for block in table.block_ids), "a foreign block"
+        found += len(table.block_ids)
+        memory.extend(table, 6)
+        memory.commit(table, 6, namespace, words.__getitem__)
+        owner.update(dict.fromkeys(table.block_ids, namespace))
+        memory.release(table)
+    memory.check([])
+    return found
 
 
 class Held(NamedTuple):
