@@ -1,4 +1,4 @@
-"""Prompts, replies and token ids show in no log, no repr and no error, unless the user prints them."""
+"""Prompts, replies and ids show in no log, no repr and no error, unless the user prints them."""
 
 from __future__ import annotations
 

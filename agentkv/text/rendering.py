@@ -45,7 +45,12 @@ def render_parts(
     """The rendering in pieces, cut where the messages `replies` stand.
 
     `control` are the control tokens' texts. Where a template looks at a text's edges, so that marks
-    around whole texts change what it writes, only control-token text inside them is marked.
+    around whole texts change what it writes, only control-token text inside them is marked. Where
+    it counts or compares characters, so that even this changes what it writes, control-token text
+    is filled with a mark instead: first and last character and length stay.
+
+    Raises:
+        ChatTemplateError: control-token text in a message changes what the template writes.
     """
     marks = _choose_marks(messages)
     bare = list(messages)
@@ -62,6 +67,11 @@ def render_parts(
             for i, m in enumerate(bare)
         ]
         pieces = _take_apart_loosely(render(marked), marks)
+        if text_of(pieces) != plain:
+            filled = [
+                m if i in held else _fill_control(m, marks, pattern) for i, m in enumerate(bare)
+            ]
+            pieces = _align(plain, render(filled), marks, control)
     return _cut(pieces, marks.reply)
 
 
@@ -117,6 +127,38 @@ def _mark_control(message: Message, marks: _Marks, pattern: re.Pattern[str]) -> 
     opening = marks.assistant if message.role == "assistant" else marks.user
     content = pattern.sub(lambda match: f"{opening}{match[0]}{marks.end}", message.content)
     return Message(message.role, content)
+
+
+def _fill_control(message: Message, marks: _Marks, pattern: re.Pattern[str]) -> Message:
+    mark = marks.assistant if message.role == "assistant" else marks.user
+
+    def fill(match: re.Match[str]) -> str:
+        token = match[0]
+        return (
+            token[0] + mark * (len(token) - 2) + token[-1] if len(token) > 2 else mark * len(token)
+        )
+
+    return Message(message.role, pattern.sub(fill, message.content))
+
+
+def _align(plain: str, filled: str, marks: _Marks, control: Collection[str]) -> Part:
+    """The pieces of `plain`, where marks in `filled`, which is equal otherwise, say who wrote."""
+    pieces: Part = []
+    is_equal = len(plain) == len(filled)
+    position = compared = 0
+    for match in re.finditer(f"{marks.user}+|{marks.assistant}+", filled):
+        start, end = match.span()
+        is_equal = is_equal and plain[compared:start] == filled[compared:start]
+        compared = end
+        if plain[start - 1 : end + 1] in control:
+            start, end = start - 1, end + 1
+        writer: Writer = "user" if match[0][0] == marks.user else "assistant"
+        pieces += [Piece(plain[position:start], "template"), Piece(plain[start:end], writer)]
+        position = end
+    if not is_equal or plain[compared:] != filled[compared:]:
+        raise ChatTemplateError("control-token text in a message changes what the template writes")
+    pieces.append(Piece(plain[position:], "template"))
+    return [piece for piece in pieces if piece.text]
 
 
 def _take_apart(text: str, marks: _Marks) -> Part | None:

@@ -188,3 +188,13 @@ def test_messages_need_a_template() -> None:
 
 def test_digits_after_spaces_are_single_tokens(smollm2: ChatTokenizer) -> None:
     assert smollm2.decode([smollm2.encode("a  1")[-1]]) == "1"
+
+
+def test_control_token_text_that_changes_what_the_template_writes_is_refused() -> None:
+    source = (
+        "{% if messages[0].content == '<|im_end|>' %}secret{% endif %}{{ messages[0].content }}"
+    )
+    tokenizer = ChatTokenizer(BYTES.backend, chat_template=source)
+    with pytest.raises(ChatTemplateError, match="changes what the template writes"):
+        tokenizer.encode_chat([Message("user", "<|im_end|>")])
+    assert tokenizer.decode(tokenizer.encode_chat([Message("user", "im_end")])) == "im_end"
