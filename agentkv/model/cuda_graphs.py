@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-        self._pool: Any = None  # Any: torch's opaque handle
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Tensor]) -> Replay:
         """Record `run`, which must do the same work from the same buffers each time.
@@ -91,14 +92,22 @@ class CudaCapture:
             ):
                 out = run()
         except RuntimeError as error:
+            self._abandon(current)
             raise CaptureError(str(error)) from error
-        self._pool = graph.pool()
 
         def replay() -> Tensor:
             graph.replay()
             return out
 
         return replay
+
+    def _abandon(self, current: torch.cuda.Stream) -> None:
+        """Undo what torch.cuda.graph leaves behind when a recording cannot be ended."""
+        torch.cuda.set_stream(current)
+        # Else memory that any of the process's streams shares is not reused any more. It may have
+        # been done, which is an error then.
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
