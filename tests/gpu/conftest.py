@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton", reason="triton is missing, and with it the kernels")
 from agentkv_kernels import launch
+from torch import Tensor
 
 _DEVICE = torch.device(os.environ.get("AGENTKV_TEST_DEVICE", "cuda"))
 _IS_REHEARSAL = _DEVICE.type == "cpu"
