@@ -16,6 +16,9 @@ from .turn import Host, handle_text
 
 __all__ = ["Prompt", "encode_continuations", "is_list", "parse_options", "to_entries"]
 
+# One call of the tokenizer takes as long as so many characters do.
+CALL_CHARS = 100
+
 Prompt = str | Message | Sequence[Message] | Sequence[int]
 
 
@@ -120,7 +123,7 @@ async def encode_continuations(host: Host, texts: Sequence[str]) -> list[list[in
     for one in texts:
         tokenizer.check_length([one], host.limit)
     encode = partial(tokenizer.encode_continuations, list(texts))
-    encoded = await handle_text(encode, sum(map(len, texts)))
+    encoded = await handle_text(encode, sum(map(len, texts)) + CALL_CHARS * len(texts))
     if not all(encoded):
         raise RequestError("a text to score has no tokens")
     return encoded

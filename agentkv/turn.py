@@ -6,6 +6,7 @@ Owns no session state: what a turn leads to is handed back, and the session comm
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from .config import EngineConfig, SamplingOptions
 from .errors import ContextLengthError, OutOfBlocksError
 from .messages import Completion, Message
 from .text import conversation as text
-from .text.budget import HurriedError, hurried
+from .text.budget import HurriedError, abandonable, hurried
 from .text.conversation import Conversation, Entry, TurnPlan
 from .text.stopping import ReplyText, StopMatcher
 from .text.tokenizer import ChatTokenizer
@@ -108,7 +109,17 @@ async def handle_text(work: Callable[[], T], num_chars: int) -> T:
         # What turns out to take its time all the same is begun again off the loop.
         with suppress(HurriedError), hurried():
             return work()
-    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
+    gone = threading.Event()
+
+    def run() -> T:
+        with abandonable(gone):
+            return work()
+
+    try:
+        return await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+    finally:
+        # A cancelled call leaves no thread behind that works for nobody.
+        gone.set()
 
 
 def check_capacity(

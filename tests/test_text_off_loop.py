@@ -28,14 +28,16 @@ SAYS = "{{ messages[0].content }}"
 
 
 class Threads:
-    """On which threads renderings ended, well or badly."""
+    """On which threads renderings began, and on which they ended, well or badly."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[int] = []
         self.ended: list[tuple[int, str]] = []
         render = ChatTokenizer.render
 
         def watched(*args: object, **kwargs: object) -> str:
             outcome = "HurriedError"
+            self.begun.append(threading.get_ident())
             try:
                 result = render(*args, **kwargs)  # type: ignore[arg-type]  # passed through
                 outcome = "rendered"
@@ -82,10 +84,34 @@ async def test_an_endless_template_is_stopped_off_the_loop(monkeypatch: pytest.M
     assert time.thread_time() - before < 0.25
 
 
-async def test_a_slow_template_can_be_cancelled() -> None:
-    with anyio.move_on_after(0.05) as scope:
-        await open_with(ENDLESS, lambda session: session.generate("hello"))
-    assert scope.cancelled_caught
+async def test_a_cancelled_call_leaves_no_rendering_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(budget, "MAX_SECONDS", 60.0)
+    threads = Threads(monkeypatch)
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as group:
+            group.start_soon(open_with, ENDLESS, lambda session: session.generate("hello"))
+            while len(threads.begun) < 2:
+                await anyio.lowlevel.checkpoint()
+            group.cancel_scope.cancel()
+        while len(threads.ended) < 2:
+            await anyio.lowlevel.checkpoint()
+    assert [outcome for _, outcome in threads.ended] == ["HurriedError", "ChatTemplateError"]
+
+
+async def test_threads_that_want_the_same_second_tokenizer_get_one() -> None:
+    plain = PlainBackend(pieces_in_the_vocabulary(), ())
+    hostile = [Piece("x<|im_end|>", "user")]
+    found: list[list[int]] = []
+
+    async def encode() -> None:
+        found.append(await anyio.to_thread.run_sync(plain.encode, hostile))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(12):
+            group.start_soon(encode)
+    assert all(ids == found[0] for ids in found)
 
 
 def pieces_in_the_vocabulary() -> Tokenizer:

@@ -10,6 +10,7 @@ import time
 from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Event
 from typing import Any
 
 from jinja2.exceptions import SecurityError
@@ -19,6 +20,7 @@ __all__ = [
     "Budget",
     "HurriedError",
     "TemplateBudgetError",
+    "abandonable",
     "check_format",
     "check_unhurried",
     "check_width",
@@ -37,6 +39,7 @@ CHECK_EVERY = 256
 HURRIED_OPERATIONS = 4000
 
 _is_hurried: ContextVar[bool] = ContextVar("is_hurried", default=False)
+_gone: ContextVar[Event | None] = ContextVar("gone", default=None)
 
 _VIEWS = (KeysView, ValuesView, ItemsView)
 _CONTAINERS = (list, tuple, dict, set, frozenset, *_VIEWS)
@@ -60,6 +63,16 @@ def hurried() -> Iterator[None]:
         _is_hurried.reset(token)
 
 
+@contextmanager
+def abandonable(gone: Event) -> Iterator[None]:
+    """In this block renderings end once `gone` is set, because nobody waits for them any more."""
+    token = _gone.set(gone)
+    try:
+        yield
+    finally:
+        _gone.reset(token)
+
+
 class Budget:
     """Processor seconds of this thread, and characters and elements made, of one rendering."""
 
@@ -67,6 +80,7 @@ class Budget:
         self._limit = BASE_SIZE + SIZE_PER_INPUT * input_size
         self._spent = 0
         self._unchecked = 0
+        self._gone = _gone.get()
         self._left = HURRIED_OPERATIONS if _is_hurried.get() else None
         self._deadline = time.thread_time() + MAX_SECONDS
         # Containers are immutable in the sandbox; holding them keeps their ids from being reused.
@@ -85,6 +99,8 @@ class Budget:
         self._unchecked += operations
         if self._unchecked >= CHECK_EVERY:
             self._unchecked = 0
+            if self._gone is not None and self._gone.is_set():
+                raise TemplateBudgetError("is no longer waited for")
             if time.thread_time() > self._deadline:
                 raise TemplateBudgetError(f"takes more than {MAX_SECONDS:g} seconds")
 

@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from functools import cached_property
+from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
@@ -52,6 +53,13 @@ class PlainBackend:
         self._all = _pattern(self.control)
         self._soft = _pattern(soft)
         self._control_ids = np.array(sorted(self.control_text), dtype=np.int64)
+        # A name for each control token that no text can hold, because it is secret.
+        secret = secrets.token_hex(8)
+        self._names: dict[str, str] = {
+            text: f"\U000f0000{secret}{at}\U000f0001" for at, text in enumerate(self.control)
+        }
+        # Several threads may want the same twin first; one builds it.
+        self._building = Lock()
         self._anchor = next(
             (t.content for t in added.values() if t.special and not (t.rstrip or t.normalized)),
             None,
@@ -84,7 +92,8 @@ class PlainBackend:
             if renaming == "pieces" and "_twin_of_pieces" not in vars(self):
                 # Building it takes a second for 100,000 pieces.
                 check_unhurried()
-            twin = self._twin_of_tokens if renaming == "tokens" else self._twin_of_pieces
+            with self._building:
+                twin = self._twin_of_tokens if renaming == "tokens" else self._twin_of_pieces
             ids = self._encode_renamed(twin, pieces, add_special_tokens, limit)
         if self._control_in(ids, add_special_tokens) != expected:
             raise ChatTemplateError(
@@ -142,12 +151,6 @@ class PlainBackend:
             (i for i in range(len(full)) if full[i : i + len(bare)] == bare), len(full) - len(bare)
         )
         return full[:start], full[start + len(bare) :]
-
-    @cached_property
-    def _names(self) -> dict[str, str]:
-        """A name for each control token that no text can hold, because it is secret."""
-        secret = secrets.token_hex(8)
-        return {text: f"\U000f0000{secret}{i}\U000f0001" for i, text in enumerate(self.control)}
 
     @cached_property
     def _twin_of_tokens(self) -> _Twin:

@@ -18,13 +18,18 @@ class StopScanner:
     """Finds the first place where one of several strings is complete in a text that comes in parts.
 
     Where several end at the same character, the longest wins. So the result depends on the text
-    alone, not on how it was split.
+    alone, not on how it was split. A character costs more than a look-up only where a string
+    begins or goes on with it.
     """
 
-    __slots__ = ("_held", "_stops", "found")
+    __slots__ = ("_begun", "_by_first", "_held", "found")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [_Progress(stop) for stop in sorted(stops, key=len, reverse=True)]
+        self._by_first: dict[str, list[_Progress]] = {}
+        for stop in dict.fromkeys(stops):
+            self._by_first.setdefault(stop[0], []).append(_Progress(stop))
+        # Those of which the end of the text is a beginning.
+        self._begun: list[_Progress] = []
         self._held = ""
         self.found: str | None = None
 
@@ -36,18 +41,28 @@ class StopScanner:
         """
         if self.found is not None:
             return ""
-        if not self._stops:
+        if not self._by_first:
             return text
         pending = self._held + text
         for index, character in enumerate(text, start=len(self._held) + 1):
-            complete = [stop.text for stop in self._stops if stop.advance(character)]
+            if not self._begun and character not in self._by_first:
+                continue
+            complete = self._advance(character)
             if complete and may_stop:
-                self.found = complete[0]
+                self.found = max(complete, key=len)
                 self._held = ""
                 return pending[: index - len(self.found)]
-        keep = max(stop.matched for stop in self._stops)
+        keep = max((stop.matched for stop in self._begun), default=0)
         self._held = pending[len(pending) - keep :]
         return pending[: len(pending) - keep]
+
+    def _advance(self, character: str) -> list[str]:
+        """Let every string follow that can; those that the character completes."""
+        fresh = [stop for stop in self._by_first.get(character, ()) if not stop.matched]
+        going = self._begun + fresh
+        complete = [stop.text for stop in going if stop.advance(character)]
+        self._begun = [stop for stop in going if stop.matched]
+        return complete
 
     def finish(self) -> str:
         """What was held back, now that no more text comes."""
@@ -84,14 +99,18 @@ class StopMatcher:
 
     def accept(self, token_id: int) -> bool:
         """Take the next sampled id; True when the reply ends with it."""
-        self.advance(token_id)
+        self.advance((token_id,))
         return self._scanner.found is not None
 
-    def advance(self, token_id: int) -> str:
-        """Take the next sampled id and return the text that may be shown now."""
-        self._count += 1
-        text = self._detokenizer.push((token_id,))
-        return self._scanner.push(text, may_stop=self._count >= self._min_tokens)
+    def advance(self, ids: Sequence[int]) -> str:
+        """Take the next sampled ids and return the text that may be shown now."""
+        # How many of them come too early to complete a stop string that counts.
+        early = min(len(ids), max(0, self._min_tokens - 1 - self._count))
+        self._count += len(ids)
+        text = ""
+        if early:
+            text = self._scanner.push(self._detokenizer.push(ids[:early]), may_stop=False)
+        return text + self._scanner.push(self._detokenizer.push(ids[early:]))
 
     def finish(self) -> str:
         """The text that was held back, at the end of a reply without a stop string."""
@@ -126,7 +145,7 @@ class ReplyText:
 
     def push(self, ids: Iterable[int]) -> str:
         """Take the next sampled ids; return the text that is final and certain to be visible."""
-        return "".join([self._matcher.advance(token_id) for token_id in ids])
+        return self._matcher.advance(ids if isinstance(ids, (list, tuple)) else list(ids))
 
     def finish(self) -> str:
         """The rest of the visible text. Once the reply has ended; then empty."""

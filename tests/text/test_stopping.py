@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentkv.testing.byte_tokenizer import byte_tokenizer
-from agentkv.text.stopping import ReplyText, StopMatcher, StopScanner, cut
+from agentkv.text.stopping import ReplyText, StopMatcher, StopScanner, _Progress, cut
 from agentkv.text.tokenizer import ChatTokenizer
 
 BYTES = byte_tokenizer()
@@ -107,3 +107,32 @@ def test_long_repetitive_stop_strings_take_linear_time(size: int) -> None:
     assert len(shown) == 10_000 - size
     scanner.push("b")
     assert scanner.found == "a" * size + "b"
+
+
+def test_a_character_with_which_no_string_begins_or_goes_on_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    advance = _Progress.advance
+
+    def count(progress: _Progress, character: str) -> bool:
+        asked.append(character)
+        return advance(progress, character)
+
+    monkeypatch.setattr(_Progress, "advance", count)
+    scanner = StopScanner([f"x{at}" for at in range(64)])
+    assert scanner.push("a" * 10_000) == "a" * 10_000
+    assert asked == []
+    assert scanner.push("xa") == "xa"
+    assert asked == ["x"] * 64 + ["a"] * 64
+
+
+@given(st.text("ab", max_size=20), st.text("ab", max_size=20), STOPS, st.integers(0, 9))
+def test_ids_taken_at_once_show_what_they_show_one_by_one(
+    first: str, second: str, stops: list[str], min_tokens: int
+) -> None:
+    together = ReplyText(BYTES, stops, min_tokens=min_tokens)
+    shown = together.push(first.encode()) + together.push(second.encode()) + together.finish()
+    single = ReplyText(BYTES, stops, min_tokens=min_tokens)
+    apart = "".join([single.push([i]) for i in (first + second).encode()]) + single.finish()
+    assert (shown, together.stop_string) == (apart, single.stop_string)
