@@ -30,6 +30,9 @@ bench: $(READY) $(MODEL)
 	$(BIN)/python benchmarks/sharing.py
 	$(BIN)/python benchmarks/attention.py
 
+proof: $(READY) $(MODEL)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof.py
+
 # torch comes first and alone: a range would fetch a build for GPUs of several gigabytes.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

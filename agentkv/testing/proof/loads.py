@@ -29,6 +29,7 @@ from ..witness import WitnessRunner
 from .held import Held
 
 __all__ = [
+    "beat_during_forward",
     "cancel_strangers",
     "close_in_each_state",
     "fork_deep",
@@ -278,6 +279,27 @@ def _witness_of(engine: Engine) -> WitnessRunner:
     runner = engine._worker.runner
     assert isinstance(runner, WitnessRunner)
     return runner
+
+
+async def beat_during_forward(forward_s: float) -> float:
+    """The largest time between two beats of the loop, in seconds, while steps take so long."""
+    async with _engine(256) as engine:
+        _witness_of(engine).before_step = lambda batch: time.sleep(forward_s)
+        gaps: list[float] = []
+
+        async def beat() -> None:
+            before = time.perf_counter()
+            while True:
+                await anyio.sleep(0.01)
+                now = time.perf_counter()
+                gaps.append(now - before)
+                before = now
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(beat)
+            await engine.generate([1, 2, 3], max_tokens=3)
+            group.cancel_scope.cancel()
+        return max(gaps)
 
 
 async def soak(

@@ -6,7 +6,7 @@ Every session is held against a plain list of ids that shares nothing, with the 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from ..faults import FaultPlan, FaultPoint, PlannedFault
 from ..witness import WitnessRunner, witness_reply, witness_score
 from .held import Ending, Held
 
-__all__ = ["Report", "run_storm"]
+__all__ = ["Report", "Tally", "run_storm", "run_storms"]
 
 # No storm lasts longer, in seconds of its own clock, unless something hangs.
 LIMIT_S = 1e6
@@ -49,6 +49,28 @@ class Report(NamedTuple):
     steps: int
     preemptions: int
     faults: tuple[tuple[FaultPoint, int], ...]
+
+
+class Tally(NamedTuple):
+    """What many storms did together."""
+
+    storms: int
+    commits: int
+    steps: int
+    preemptions: int
+    faults: int
+
+
+def run_storms(seeds: Iterable[int], *, backend: Backend = "asyncio") -> Tally:
+    """Run the storm of each seed."""
+    reports = [run_storm(seed, backend=backend) for seed in seeds]
+    return Tally(
+        storms=len(reports),
+        commits=sum(report.commits for report in reports),
+        steps=sum(report.steps for report in reports),
+        preemptions=sum(report.preemptions for report in reports),
+        faults=sum(len(report.faults) for report in reports),
+    )
 
 
 def run_storm(seed: int, *, backend: Backend = "asyncio") -> Report:
