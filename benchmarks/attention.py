@@ -1,175 +1,255 @@
-"""Time one layer's decode attention, shared and unshared, on this machine's CPU.
+"""Time one layer's decode attention on this machine's CPU: over a tree, flat, and gathered.
 
-    python benchmarks/attention.py [--quick]
+    python benchmarks/attention.py [--quick] [--dtype bfloat16|float32]
 
-Each shape passes a correctness gate first. "flat" is the same code with sharing off, "flash" is
-torch's fused attention over KV gathered per row. The floor is the larger of unique KV bytes over
-the copy speed and multiply-adds over the GEMM speed, both measured here.
+Every shape passes a correctness gate before it is timed. "tree" reads each shared segment once,
+"flat" is the same code with sharing off, "flash" is torch's fused attention over KV copied row by
+row. The three run in turns, so that the machine's moods meet all of them; times are medians. The
+floor is the larger of unique KV bytes over the copy speed and multiply-adds over the GEMM speed,
+both measured here. The last lines say from which prefix on sharing is faster, and what the host's
+plan of a step costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from agentkv_kernels import launch
+from agentkv_kernels import launch, reference
+from agentkv_kernels.cpu import tile_shape
 from agentkv_kernels.plan import StepPlan
-from agentkv_kernels.scenario import Scenario, TreeSegment
+from agentkv_kernels.scenario import Scenario
+from agentkv_kernels.sharing import Sharing
+from machine import describe, median_s, speeds
 from torch import Tensor
+from trees import BLOCK_SIZE, Shape, make_tree
 
-BLOCK_SIZE = 16
-# (query heads, KV heads, head dim), rows, shared tokens, own tokens
-QUICK = [((9, 3, 64), 32, 2048, 64), ((9, 3, 64), 32, 8192, 64)]
+SMALL = (9, 3, 64)  # SmolLM2-135M
+HEADS = [SMALL, (14, 2, 64), (16, 8, 128), (28, 4, 128), (32, 8, 128), (16, 1, 256), (32, 32, 128)]
+QUICK = [Shape(SMALL, 32, 2048, 64), Shape(SMALL, 32, 8192, 64)]
 FULL = [
     *QUICK,
-    ((9, 3, 64), 1, 2048, 64),
-    ((9, 3, 64), 8, 1024, 64),
-    ((9, 3, 64), 64, 4096, 48),
-    ((9, 3, 64), 32, 2048, 1024),
-    ((14, 2, 64), 16, 2048, 64),
-    ((32, 8, 128), 16, 2048, 64),
-    ((16, 1, 256), 16, 2048, 64),
+    *(Shape(heads, 16, 2048, 64) for heads in HEADS),
+    *(Shape(SMALL, rows, 2048, 64) for rows in (1, 2, 4, 8, 64, 128, 256)),
+    *(Shape(SMALL, 32, shared, 64) for shared in (128, 512, 32768)),
+    *(Shape(SMALL, 32, 2048, own) for own in (1, 16, 256, 1024, 4096)),
+    *(Shape(SMALL, 32, 2048, 64, depth) for depth in (2, 3, 4)),
+    Shape(SMALL, 32, 2048, 64, 4, is_skewed=True),
 ]
+# Prefixes in tokens among which the break-even is sought, and a rule that shares all of them.
+PREFIXES = (16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
+ALWAYS = Sharing(min_tokens=1, fixed_bytes=-(1 << 62))
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SECONDS_PER_SHAPE = 3.0
+MIN_ROUNDS, MAX_ROUNDS = 3, 25
 
 
-def median_ms(run: Callable[[], object], repeats: int = 5) -> float:
-    """Median wall time of a call, after one call to warm up, in milliseconds."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2] * 1e3
+class Layer:
+    """One layer's KV in memory, and the three ways to compute a step over it."""
 
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        num_q_heads, num_kv_heads, dim = shape.heads
+        self.scenario: Scenario = make_tree(shape)
+        k_cache, v_cache = self.scenario.caches(num_kv_heads, dim, dtype=dtype)
+        self.caches: tuple[Tensor, Tensor] = (k_cache.nan_to_num_(0.0), v_cache.nan_to_num_(0.0))
+        self.query: Tensor = torch.randn(shape.rows, num_q_heads, dim, dtype=dtype)
+        self.scale: float = dim**-0.5
 
-def fan(num_rows: int, shared: int, own: int) -> Scenario:
-    """Decode rows over one prefix, each with `own` tokens behind it."""
-    prefix = list(range(shared // BLOCK_SIZE))
-    each = -(-own // BLOCK_SIZE)
-    tables = [
-        prefix + list(range(len(prefix) + row * each, len(prefix) + (row + 1) * each))
-        for row in range(num_rows)
-    ]
-    segments = [TreeSegment(None, 0, tuple(prefix), tuple(range(num_rows)))]
-    lengths = [shared + own] * num_rows
-    num_blocks = len(prefix) + num_rows * each
-    return Scenario(BLOCK_SIZE, [1] * num_rows, lengths, tables, segments, num_blocks)
+    def run(self, plan: StepPlan) -> Tensor:
+        """Attention by the plan."""
+        k_cache, v_cache = self.caches
+        return launch.paged_attention(self.query, k_cache, v_cache, plan, scale=self.scale)
 
-
-def gather_and_flash(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, length: int, scale: float
-) -> Tensor:
-    """What an engine without paged kernels does: copy each row's KV, then one fused call."""
-    num_rows, _, dim = query.shape
-    key, value = (
-        cache[tables].transpose(1, 2).reshape(num_rows, cache.shape[1], -1, dim)[:, :, :length]
-        for cache in (k_cache, v_cache)
-    )
-    # The query heads of a KV head become its query rows.
-    packed = query.view(num_rows, k_cache.shape[1], -1, dim)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out: Tensor = flash(packed, key, value, scale=scale)[0]
-    return out.reshape(query.shape)
-
-
-def measure(
-    heads: tuple[int, int, int], rows: int, shared: int, own: int, speeds: tuple[float, float]
-) -> dict[str, object]:
-    """One line of the table. Raises AssertionError if the three results differ."""
-    num_q_heads, num_kv_heads, dim = heads
-    scenario = fan(rows, shared, own)
-    k_cache, v_cache = (c.nan_to_num(0.0) for c in scenario.caches(num_kv_heads, dim))
-    query = torch.randn(rows, num_q_heads, dim)
-    tables, scale = torch.tensor(scenario.block_tables), dim**-0.5
-
-    def run(plan: StepPlan) -> Tensor:
-        return launch.paged_attention(query, k_cache, v_cache, plan, scale=scale)
-
-    def flash() -> Tensor:
-        return gather_and_flash(query, k_cache, v_cache, tables, shared + own, scale)
-
-    tree, flat = scenario.plan(), scenario.plan(share=False)
-    for other in (run(flat), flash()):
-        torch.testing.assert_close(run(tree), other, atol=1e-5, rtol=1e-5)
-    unique, read = (shared + rows * own), rows * (shared + own)
-    kv_bytes = 2 * num_kv_heads * dim * 4
-    copy_speed, gemm_speed = speeds
-    floor = max(unique * kv_bytes / copy_speed, read * num_q_heads * dim * 4 / gemm_speed)
-    times = {"shared_ms": median_ms(lambda: run(tree), 15), "flat_ms": median_ms(lambda: run(flat))}
-    times["flash_ms"] = median_ms(flash)
-    return {
-        "heads": heads, "rows": rows, "shared": shared, "own": own, **times,
-        "byte_ratio": read / unique, "floor_ms": floor * 1e3,
-    }  # fmt: skip
-
-
-def break_even(rows: int, heads: tuple[int, int, int] = (9, 3, 64)) -> int | None:
-    """The shortest measured prefix at which sharing is faster than not sharing, in tokens."""
-    for shared in (64, 128, 256, 512, 1024, 2048):
-        line = measure(heads, rows, shared, 64, (1.0, 1.0))
-        if float(str(line["shared_ms"])) < float(str(line["flat_ms"])):
-            return shared
-    return None
-
-
-def machine_speeds() -> tuple[float, float]:
-    """Bytes per second of a large copy (read and written), FLOP per second of a float32 GEMM."""
-    source = torch.randn(1 << 24)
-    target = torch.empty_like(source)
-    copy = 2 * source.nbytes / median_ms(lambda: target.copy_(source)) * 1e3
-    left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    return copy, 2 * 1024**3 / median_ms(lambda: left @ right) * 1e3
-
-
-def commit() -> str:
-    """The commit that is measured, or "unknown" outside a checkout."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    def gather_and_flash(self) -> Tensor:
+        """What an engine without paged kernels does: copy each row's KV, then one fused call."""
+        lengths = torch.tensor(self.scenario.kv_lens)
+        longest = max(len(table) for table in self.scenario.block_tables)
+        zero_block = self.scenario.num_blocks
+        tables = torch.tensor(
+            [table + [zero_block] * (longest - len(table)) for table in self.scenario.block_tables]
         )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
+        num_rows, _, dim = self.query.shape
+        key, value = (
+            cache[tables].transpose(1, 2).reshape(num_rows, cache.shape[1], -1, dim)
+            for cache in self.caches
+        )
+        hidden = None
+        if int(lengths.min()) < key.shape[2]:
+            is_hidden = torch.arange(key.shape[2]) >= lengths[:, None]
+            hidden = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)[:, None, None]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        # The query heads of a KV head become its query rows.
+        packed = self.query.view(num_rows, key.shape[1], -1, dim)
+        out: Tensor = flash(packed, key, value, attn_mask=hidden, scale=self.scale)[0]
+        return out.reshape(self.query.shape)
+
+    def check(self, tree: StepPlan, flat: StepPlan) -> None:
+        """Verify that the three ways agree with one another, and some rows with the truth."""
+        bound = TOLERANCE[self.query.dtype]
+        out = self.run(tree)
+        for other in (self.run(flat), self.gather_and_flash()):
+            torch.testing.assert_close(out, other, atol=bound, rtol=bound)
+        for row in {0, len(out) // 2, len(out) - 1}:
+            alone = StepPlan.build(
+                query_lens=[1],
+                kv_lens=self.scenario.kv_lens[row : row + 1],
+                block_tables=self.scenario.block_tables[row : row + 1],
+                block_size=BLOCK_SIZE,
+            )
+            query, (k_cache, v_cache) = self.query[row : row + 1], self.caches
+            truth = reference.paged_attention(query, k_cache, v_cache, alone, scale=self.scale)
+            torch.testing.assert_close(out[row : row + 1], truth, atol=bound, rtol=bound)
+
+
+def in_turns(ways: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Median wall time of each way in milliseconds, after a first round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds <= MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() < end):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - start)
+        rounds += 1
+    return {name: statistics.median(each[1:]) * 1e3 for name, each in times.items()}
+
+
+def measure(shape: Shape, dtype: torch.dtype, limits: Mapping[str, float]) -> dict[str, object]:
+    """One line of the table. Raises AssertionError if the three results differ."""
+    num_q_heads, num_kv_heads, dim = shape.heads
+    layer = Layer(shape, dtype)
+    tree, flat = layer.scenario.plan(), layer.scenario.plan(share=False)
+    layer.check(tree, flat)
+    tiles = tile_shape(layer.query, layer.caches[0], None)
+    unique, read = (plan.tile_set(tiles).keys_read for plan in (tree, flat))
+    key_bytes = 2 * num_kv_heads * dim * dtype.itemsize
+    floor = max(
+        unique * key_bytes / limits["copy_bytes_per_s"],
+        read * num_q_heads * dim * 4 / limits["gemm_flop_per_s"],
+    )
+    times = in_turns(
+        {
+            "tree": lambda: layer.run(tree),
+            "flat": lambda: layer.run(flat),
+            "flash": layer.gather_and_flash,
+        },
+        SECONDS_PER_SHAPE,
+    )
+    return {
+        "heads": shape.heads,
+        "rows": shape.rows,
+        "shared": shape.shared,
+        "own": shape.own,
+        "depth": shape.depth,
+        "is_skewed": shape.is_skewed,
+        **{f"{name}_ms": round(ms, 4) for name, ms in times.items()},
+        "floor_ms": round(floor * 1e3, 4),
+        "byte_ratio": round(read / unique, 2),
+    }
+
+
+def break_even(rows: int, dtype: torch.dtype) -> int | None:
+    """The shortest prefix from which on sharing wins at every length tried, in tokens."""
+    found: int | None = None
+    for shared in reversed(PREFIXES):
+        layer = Layer(Shape(SMALL, rows, shared, 64), dtype)
+        scenario = layer.scenario
+        tree, flat = (
+            StepPlan.build(
+                query_lens=scenario.query_lens,
+                kv_lens=scenario.kv_lens,
+                block_tables=scenario.block_tables,
+                segments=scenario.segments,
+                block_size=BLOCK_SIZE,
+                sharing=sharing,
+            )
+            for sharing in (ALWAYS, None)
+        )
+        times = in_turns({"tree": lambda: layer.run(tree), "flat": lambda: layer.run(flat)}, 0.3)  # noqa: B023
+        if times["tree"] >= times["flat"]:
+            break
+        found = shared
+    return found
+
+
+def host_cost(num_sessions: int) -> dict[str, float]:
+    """Microseconds to build a step's plan and to move it on: sessions in a tree of two levels."""
+    shape = Shape(SMALL, num_sessions, 4096, 96, 2)
+    scenario = make_tree(shape)
+    tiles = tile_shape(torch.empty(1, 9, 64), torch.empty(1, 3, BLOCK_SIZE, 64), None)
+
+    def rebuild() -> StepPlan:
+        plan = scenario.plan()
+        plan.check_writes()
+        plan.tile_set(tiles)
+        return plan
+
+    plan, lengths, steps = rebuild(), list(scenario.kv_lens), []
+    tables = [[*table, *range(scenario.num_blocks, scenario.num_blocks + 16)]
+              for table in scenario.block_tables]  # fmt: skip
+    for _ in range(200):
+        lengths = [length + 1 for length in lengths]
+        start = time.perf_counter()
+        assert plan.advance(lengths, tables)
+        plan.tile_set(tiles)
+        steps.append(time.perf_counter() - start)
+    return {
+        "rebuild_us": round(median_s(rebuild, 50) * 1e6, 1),
+        "steady_us": round(statistics.median(steps) * 1e6, 1),
+    }
+
+
+def line(row: Mapping[str, object]) -> str:
+    """One line of the table, as it is printed."""
+    tree, flat, flash = (float(str(row[f"{name}_ms"])) for name in ("tree", "flat", "flash"))
+    depth = f"{row['depth']}{' skewed' if row['is_skewed'] else ''}"
+    return (
+        f"{row['heads']!s:14} {row['rows']:4} {row['shared']:6} {row['own']:5} {depth:8} "
+        f"{tree:8.2f} {flat:8.2f} {flash:8.2f} {row['floor_ms']:7.2f} "
+        f"{flat / tree:6.1f}x {flash / tree:6.1f}x {row['byte_ratio']:6.1f}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two shapes and no break-even")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention-cpu.json"))
-    options = parser.parse_args(arguments)
+    parser.add_argument("--quick", action="store_true", help="two shapes, no break-even")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--out", type=Path, default=None)
+    chosen = parser.parse_args(arguments)
+    out = chosen.out or Path(f"benchmarks/results/attention-cpu-{chosen.dtype}.json")
+    dtype: torch.dtype = getattr(torch, chosen.dtype)
     torch.manual_seed(0)
-    speeds = machine_speeds()
-    print(f"copy {speeds[0] / 1e9:.1f} GB/s, float32 GEMM {speeds[1] / 1e9:.0f} GFLOP/s, float32")
-    print("heads          rows shared   own  shared ms  flat   flash  floor ms  bytes ratio")
+    limits = speeds()
+    left, right = torch.randn(2, 1024, 1024, dtype=dtype)
+    limits["gemm_flop_per_s"] = 2 * 1024**3 / median_s(lambda: left @ right, 15)
+    print(
+        f"{chosen.dtype}; copy {limits['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"GEMM {limits['gemm_flop_per_s'] / 1e9:.0f} GFLOP/s; milliseconds a layer"
+    )
+    print("heads          rows shared   own depth        tree     flat    flash   floor   "
+          "flat/   flash/  bytes")  # fmt: skip
     lines = []
-    for shape in QUICK if options.quick else FULL:
-        line = measure(*shape, speeds)
-        lines.append(line)
-        print(
-            f"{shape[0]!s:14} {shape[1]:4} {shape[2]:6} {shape[3]:5} {line['shared_ms']:9.2f} "
-            f"{line['flat_ms']:6.1f} {line['flash_ms']:6.1f} {line['floor_ms']:8.2f} "
-            f"{line['byte_ratio']:10.1f}"
-        )
-    even = {} if options.quick else {rows: break_even(rows) for rows in (2, 4, 8, 16, 64)}
+    for shape in QUICK if chosen.quick else FULL:
+        lines.append(measure(shape, dtype, limits))
+        print(line(lines[-1]), flush=True)
+    even = {} if chosen.quick else {rows: break_even(rows, dtype) for rows in (2, 4, 8, 16, 64)}
     if even:
-        print(f"break-even prefix in tokens, by rows: {even}")
+        print(f"sharing wins from a prefix of this many tokens on, by rows: {even}")
+    host = host_cost(256)
+    print(f"plan of 256 sessions: built in {host['rebuild_us']:.0f} us, "
+          f"moved on in {host['steady_us']:.0f} us")  # fmt: skip
     result = {
-        "machine": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "commit": commit(), "dtype": "float32",
-        "copy_bytes_per_s": speeds[0], "gemm_flop_per_s": speeds[1],
-        "lines": lines, "break_even_tokens": even,
+        "machine": describe(), "limits": limits, "dtype": chosen.dtype, "lines": lines,
+        "break_even_tokens": even, "plan_of_256_sessions": host,
     }  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ class StepWork:
         self._zero_block = zero_block
         self._max_gathered = max_gathered
         self._delta = tiles.delta
+        self.runs: list[Run] = []
         self._make()
 
     def follow(self) -> None:
@@ -106,16 +107,22 @@ class StepWork:
         steps = self._tiles.delta - self._delta
         if steps == 0:
             return
+        num_runs = len(self.runs)
         # The keys of other runs stay the same.
-        is_still = not (self._tiles.wide[:, FLAGS] & SLIDES).any()
-        if steps != 1 or not is_still or not all(tails.advance() for tails in self.tails):
+        if (self._tiles.wide[:, FLAGS] & SLIDES).any():
+            self.runs = self._make_runs()
+        is_same = steps == 1 and len(self.runs) == num_runs
+        if not is_same or not all(tails.advance() for tails in self.tails):
             self._make()
         self._delta = self._tiles.delta
 
+    def _make_runs(self) -> list[Run]:
+        runs = (_run(tile, self._tiles, self._block_size) for tile in self._tiles.wide)
+        return [run for run in runs if run is not None]
+
     def _make(self) -> None:
         tiles, size = self._tiles, self._block_size
-        runs = (_run(tile, tiles, size) for tile in tiles.wide)
-        self.runs: list[Run] = [run for run in runs if run is not None]
+        self.runs = self._make_runs()
         self.chunks: list[Chunk] = [
             _chunk(tile, tiles, size, self._window) for tile in tiles.prefill
         ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from agentkv_kernels import launch, reference
+from agentkv_kernels import launch, partials, reference
 from agentkv_kernels.plan import StepPlan
 from agentkv_kernels.scenario import Scenario, TreeSegment, random_tree
 from torch import Tensor
@@ -86,8 +87,31 @@ def test_windows_are_exact_to_the_position(path: Attention, window: int, query_l
     _check_one(path, 37, query_len=query_len, window=window)
 
 
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the keys that reach torch's fused kernel, which ends the process over none.
+
+    It gives a token that sees no key a log-sum-exp of 0, so no such token may reach it either.
+    """
+    lengths: list[int] = []
+    flash = partials._flash
+
+    def check(
+        query: Tensor, key: Tensor, *rest: Tensor, attn_mask: Tensor | None, **more: Any
+    ) -> Any:
+        assert key.shape[2] > 0
+        assert attn_mask is None or (attn_mask == 0).any(-1).all()
+        lengths.append(key.shape[2])
+        return flash(query, key, *rest, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(partials, "_flash", check)
+    return lengths
+
+
 @pytest.mark.parametrize("window", [5, 40, 90, 130])
-def test_a_window_slides_off_a_shared_segment_step_by_step(window: int) -> None:
+def test_a_window_slides_off_a_shared_segment_step_by_step(
+    fused_calls: list[int], window: int
+) -> None:
     prefix = tuple(range(8))
     tables = [[*prefix, *range(8 + 9 * row, 17 + 9 * row)] for row in range(3)]
     segments = [TreeSegment(None, 0, prefix, (0, 1, 2))]
@@ -102,6 +126,25 @@ def test_a_window_slides_off_a_shared_segment_step_by_step(window: int) -> None:
             path(query, k_cache, v_cache, plan, scale=0.3, window=window) for path in PATHS
         )
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    assert len(fused_calls) >= 130
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 30, 1], [200, 1, 70]])
+@pytest.mark.parametrize("window", [None, 3, 50])
+def test_empty_segments_and_rows_without_keys_never_reach_the_fused_kernel(
+    fused_calls: list[int], query_lens: list[int], window: int | None
+) -> None:
+    segments = [TreeSegment(None, 0, (), (0, 1, 2)), TreeSegment(0, 0, (4, 5, 6, 7), (0, 2))]
+    tables = [[4, 5, 6, 7, *range(8, 30)], [*range(30, 40)], [4, 5, 6, 7, *range(40, 60)], []]
+    lengths = [64 + query_lens[0], query_lens[1], 64 + query_lens[2], 0]
+    scenario = Scenario(16, [*query_lens, 1], lengths, tables, segments, 60)
+    k_cache, v_cache = scenario.caches(1, 8)
+    query = torch.randn(sum(query_lens) + 1, 2, 8)
+    out, expected = (
+        path(query, k_cache, v_cache, scenario.plan(), scale=0.3, window=window) for path in PATHS
+    )
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    assert fused_calls
 
 
 @pytest.mark.parametrize("path", PATHS)
