@@ -4,7 +4,7 @@
 
 Every shape passes a correctness gate before it is timed. "tree" reads each shared segment once,
 "flat" is the same code with sharing off, "flash" is torch's fused attention over KV copied row by
-row. The three run in turns, so that the machine's moods meet all of them; times are medians. The
+row. The three take turns, so that the machine's moods meet all of them; times are medians. The
 floor is the larger of unique KV bytes over the copy speed and multiply-adds over the GEMM speed,
 both measured here. The last lines say from which prefix on sharing is faster, and what the host's
 plan of a step costs.
@@ -13,18 +13,21 @@ plan of a step costs.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from agentkv_kernels import launch, reference
 from agentkv_kernels.cpu import tile_shape
+from agentkv_kernels.cpu_work import step_work
 from agentkv_kernels.plan import StepPlan
 from agentkv_kernels.scenario import Scenario
-from agentkv_kernels.sharing import Sharing
+from agentkv_kernels.sharing import CPU_SHARING, Sharing
 from machine import describe, median_s, speeds
 from torch import Tensor
 from trees import BLOCK_SIZE, Shape, make_tree
@@ -43,10 +46,22 @@ FULL = [
 ]
 # Prefixes in tokens among which the break-even is sought, and a rule that shares all of them.
 PREFIXES = (16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
-ALWAYS = Sharing(min_tokens=1, fixed_bytes=-(1 << 62))
+ALWAYS = Sharing(min_tokens=1, partial_bytes=0, fixed_bytes=0)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-SECONDS_PER_SHAPE = 3.0
-MIN_ROUNDS, MAX_ROUNDS = 3, 25
+SECONDS_PER_SHAPE, SECONDS_PER_BREAK_EVEN = 3.0, 0.3
+MIN_ROUNDS, MAX_ROUNDS, CALLS_PER_TURN = 2, 20, 3
+
+
+def make_plan(scenario: Scenario, sharing: Sharing | None) -> StepPlan:
+    """The plan of a scenario, by a rule of sharing or without any."""
+    return StepPlan.build(
+        query_lens=scenario.query_lens,
+        kv_lens=scenario.kv_lens,
+        block_tables=scenario.block_tables,
+        segments=scenario.segments,
+        block_size=BLOCK_SIZE,
+        sharing=sharing,
+    )
 
 
 class Layer:
@@ -59,6 +74,10 @@ class Layer:
         self.caches: tuple[Tensor, Tensor] = (k_cache.nan_to_num_(0.0), v_cache.nan_to_num_(0.0))
         self.query: Tensor = torch.randn(shape.rows, num_q_heads, dim, dtype=dtype)
         self.scale: float = dim**-0.5
+
+    def plan(self, sharing: Sharing | None) -> StepPlan:
+        """The plan of the step, by a rule of sharing or without any."""
+        return make_plan(self.scenario, sharing)
 
     def run(self, plan: StepPlan) -> Tensor:
         """Attention by the plan."""
@@ -107,23 +126,29 @@ class Layer:
 
 
 def in_turns(ways: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median wall time of each way in milliseconds, after a first round that does not count."""
+    """Median wall time of each way in milliseconds.
+
+    A way's turn is a call that does not count, since the others have used the caches, and a few
+    that do.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     end, rounds = time.perf_counter() + seconds, 0
-    while rounds <= MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() < end):
+    while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() < end):
         for name, way in ways.items():
-            start = time.perf_counter()
             way()
-            times[name].append(time.perf_counter() - start)
+            for _ in range(CALLS_PER_TURN):
+                start = time.perf_counter()
+                way()
+                times[name].append(time.perf_counter() - start)
         rounds += 1
-    return {name: statistics.median(each[1:]) * 1e3 for name, each in times.items()}
+    return {name: statistics.median(each) * 1e3 for name, each in times.items()}
 
 
 def measure(shape: Shape, dtype: torch.dtype, limits: Mapping[str, float]) -> dict[str, object]:
     """One line of the table. Raises AssertionError if the three results differ."""
     num_q_heads, num_kv_heads, dim = shape.heads
     layer = Layer(shape, dtype)
-    tree, flat = layer.scenario.plan(), layer.scenario.plan(share=False)
+    tree, flat = layer.plan(CPU_SHARING), layer.plan(None)
     layer.check(tree, flat)
     tiles = tile_shape(layer.query, layer.caches[0], None)
     unique, read = (plan.tile_set(tiles).keys_read for plan in (tree, flat))
@@ -153,54 +178,60 @@ def measure(shape: Shape, dtype: torch.dtype, limits: Mapping[str, float]) -> di
     }
 
 
-def break_even(rows: int, dtype: torch.dtype) -> int | None:
-    """The shortest prefix from which on sharing wins at every length tried, in tokens."""
+def break_even(rows: int, dtype: torch.dtype) -> dict[str, int | None]:
+    """The shortest prefix from which on sharing won at every length tried, and the rule's, in
+    tokens.
+    """
+    shape = tile_shape(torch.empty(1, 9, 64), torch.empty(1, 3, BLOCK_SIZE, 64, dtype=dtype), None)
+    count = np.array([rows])
+    by_rule = int(CPU_SHARING.min_lengths(count, count, shape)[0])
     found: int | None = None
     for shared in reversed(PREFIXES):
         layer = Layer(Shape(SMALL, rows, shared, 64), dtype)
-        scenario = layer.scenario
-        tree, flat = (
-            StepPlan.build(
-                query_lens=scenario.query_lens,
-                kv_lens=scenario.kv_lens,
-                block_tables=scenario.block_tables,
-                segments=scenario.segments,
-                block_size=BLOCK_SIZE,
-                sharing=sharing,
-            )
-            for sharing in (ALWAYS, None)
-        )
-        times = in_turns({"tree": lambda: layer.run(tree), "flat": lambda: layer.run(flat)}, 0.3)  # noqa: B023
+        ways = {
+            name: functools.partial(layer.run, layer.plan(rule))
+            for name, rule in (("tree", ALWAYS), ("flat", None))
+        }
+        times = in_turns(ways, SECONDS_PER_BREAK_EVEN)
         if times["tree"] >= times["flat"]:
             break
         found = shared
-    return found
+    return {"measured": found, "rule": by_rule}
 
 
 def host_cost(num_sessions: int) -> dict[str, float]:
-    """Microseconds to build a step's plan and to move it on: sessions in a tree of two levels."""
-    shape = Shape(SMALL, num_sessions, 4096, 96, 2)
-    scenario = make_tree(shape)
-    tiles = tile_shape(torch.empty(1, 9, 64), torch.empty(1, 3, BLOCK_SIZE, 64), None)
+    """Microseconds to build a step's plan, to move it on, and to have the CPU's batches follow.
+
+    The sessions are leaves of a tree of two levels, and open blocks at different steps.
+    """
+    scenario = make_tree(Shape(SMALL, num_sessions, 4096, 96, 2))
+    scenario.kv_lens = [n - row % BLOCK_SIZE for row, n in enumerate(scenario.kv_lens)]
+    shape = tile_shape(torch.empty(1, 9, 64), torch.empty(1, 3, BLOCK_SIZE, 64), None)
+    zero_block = scenario.num_blocks + 16
 
     def rebuild() -> StepPlan:
-        plan = scenario.plan()
+        plan = make_plan(scenario, CPU_SHARING)
         plan.check_writes()
-        plan.tile_set(tiles)
+        plan.tile_set(shape)
         return plan
 
-    plan, lengths, steps = rebuild(), list(scenario.kv_lens), []
-    tables = [[*table, *range(scenario.num_blocks, scenario.num_blocks + 16)]
-              for table in scenario.block_tables]  # fmt: skip
+    plan, lengths = rebuild(), scenario.kv_lens
+    more = range(scenario.num_blocks, zero_block)
+    tables = [[*table, *more] for table in scenario.block_tables]
+    steady, follow = [], []
     for _ in range(200):
         lengths = [length + 1 for length in lengths]
         start = time.perf_counter()
         assert plan.advance(lengths, tables)
-        plan.tile_set(tiles)
-        steps.append(time.perf_counter() - start)
+        tiles = plan.tile_set(shape)
+        moved = time.perf_counter()
+        step_work(tiles, BLOCK_SIZE, None, zero_block=zero_block, max_gathered=1 << 16)
+        steady.append(moved - start)
+        follow.append(time.perf_counter() - moved)
     return {
         "rebuild_us": round(median_s(rebuild, 50) * 1e6, 1),
-        "steady_us": round(statistics.median(steps) * 1e6, 1),
+        "steady_us": round(statistics.median(steady) * 1e6, 1),
+        "cpu_batches_us": round(statistics.median(follow) * 1e6, 1),
     }
 
 
@@ -239,11 +270,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.append(measure(shape, dtype, limits))
         print(line(lines[-1]), flush=True)
     even = {} if chosen.quick else {rows: break_even(rows, dtype) for rows in (2, 4, 8, 16, 64)}
-    if even:
-        print(f"sharing wins from a prefix of this many tokens on, by rows: {even}")
+    for rows, found in even.items():
+        print(f"{rows} rows: sharing wins from {found['measured']} tokens on, rule {found['rule']}")
     host = host_cost(256)
-    print(f"plan of 256 sessions: built in {host['rebuild_us']:.0f} us, "
-          f"moved on in {host['steady_us']:.0f} us")  # fmt: skip
+    print(
+        f"plan of 256 sessions: built in {host['rebuild_us']:.0f} us, moved on in "
+        f"{host['steady_us']:.0f} us, the CPU's batches in {host['cpu_batches_us']:.0f} us"
+    )
     result = {
         "machine": describe(), "limits": limits, "dtype": chosen.dtype, "lines": lines,
         "break_even_tokens": even, "plan_of_256_sessions": host,

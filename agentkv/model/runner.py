@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from agentkv_kernels.plan import StepPlan
-from agentkv_kernels.sharing import DEFAULT_SHARING, Sharing
+from agentkv_kernels.sharing import CPU_SHARING, DEFAULT_SHARING, Sharing
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -36,8 +36,9 @@ class ModelRunner:
     """Executes batches on `model`, whose layers attend as `specs` says.
 
     `max_context` is in tokens. `tokenizer` is kept for the engine and not used. `sharing` is the
-    rule by which attention reads a shared segment once, where `config` has it do so. `capture` says
-    how decode steps are recorded, None that each is launched anew. The KV memory is allocated here.
+    rule by which attention reads a shared segment once, where `config` has it do so; None is the
+    device's own. `capture` says how decode steps are recorded, None that each is launched anew.
+    The KV memory is allocated here.
 
     Raises:
         ModelError: the KV memory cannot be had.
@@ -55,13 +56,13 @@ class ModelRunner:
         identity: str = "",
         eos_token_ids: Sequence[int] = (),
         default_options: SamplingOptions | None = None,
-        sharing: Sharing = DEFAULT_SHARING,
+        sharing: Sharing | None = None,
         capture: Capture | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._model = share_parameters(model, ATTENTION_NAME)
         self._device = model.device
-        self._sharing = sharing if config.share_attention else None
+        self._sharing = _sharing(config, sharing, model.device)
         self._plan: StepPlan | None = None
         self._tree_version = 0
         block_bytes = bytes_per_block(specs, config.block_size, model.dtype)
@@ -215,6 +216,13 @@ class ModelRunner:
 
     def _to_device(self, array: Any) -> Tensor:  # Any: a NumPy array of integers
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
+
+
+def _sharing(config: EngineConfig, rule: Sharing | None, device: torch.device) -> Sharing | None:
+    """By which rule attention shares; None: it does not."""
+    if not config.share_attention:
+        return None
+    return rule or (CPU_SHARING if device.type == "cpu" else DEFAULT_SHARING)
 
 
 def _add_targets(results: list[RowResult], batch: Batch, logits: Tensor) -> None:

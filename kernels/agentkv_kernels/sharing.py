@@ -39,10 +39,12 @@ class SegmentLike(Protocol):
 class Sharing:
     """The tunables of sharing. Below `min_tokens` a launch and a merge cost more than the keys.
 
-    `fixed_bytes` is what one more tile costs besides its bytes, as bytes at memory speed.
+    Costs are in bytes at memory speed: `partial_bytes` for each element of a partial result,
+    which is written and read again, and `fixed_bytes` for one more tile, whatever its size.
     """
 
     min_tokens: int = 64
+    partial_bytes: int = 8
     fixed_bytes: int = 16384
 
     def min_lengths(
@@ -50,17 +52,21 @@ class Sharing:
     ) -> LongArray:
         """The fewest keys that are better read once for all than once per sequence.
 
-        Bytes saved, (num_seqs - 1) x length keys and values, against bytes written and read again
-        to merge one more float32 partial result per token and query head.
+        Bytes saved, (num_seqs - 1) x length keys and values, against what one more tile and one
+        more partial result per token and query head cost.
         """
-        head_bytes = shape.num_kv_heads * shape.head_dim
-        cost = num_tokens * (shape.group * 8 * head_bytes) + self.fixed_bytes
-        saved_per_key = np.maximum((num_seqs - 1) * (2 * shape.itemsize * head_bytes), 1)
+        head_elements = shape.num_kv_heads * shape.head_dim
+        per_token = shape.group * head_elements * self.partial_bytes
+        cost = num_tokens * per_token + self.fixed_bytes
+        saved_per_key = np.maximum((num_seqs - 1) * (2 * shape.itemsize * head_elements), 1)
         fewest = np.maximum(cost // saved_per_key + 1, self.min_tokens)
         return np.where(num_seqs < 2, _NEVER, fewest)
 
 
 DEFAULT_SHARING = Sharing()
+# On the CPU a tile is a dozen small operations, and a partial result several passes. Fitted to the
+# break-evens that benchmarks/attention.py finds, for 2 to 64 rows of small and large heads.
+CPU_SHARING = Sharing(min_tokens=32, partial_bytes=48, fixed_bytes=400_000)
 
 
 class SharedRuns(NamedTuple):
