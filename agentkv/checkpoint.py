@@ -25,7 +25,13 @@ class Checkpoint:
         self._lease = Lease(host.worker, state.snapshot)
 
     async def aclose(self) -> None:
-        """Let go of the state. Idempotent."""
+        """Let go of the state. Idempotent.
+
+        Raises:
+            WrongLoopError: another event loop runs the engine.
+        """
+        if self._state is not None:
+            self._host.worker.check_closing()
         self._state = None
         self._lease.close()
 

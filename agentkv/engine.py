@@ -137,7 +137,12 @@ class Engine:
         """Refuse new work, end every call with EngineClosedError and free the memory. Idempotent.
 
         A step in progress is waited for at most `close_timeout_s`.
+
+        Raises:
+            WrongLoopError: another event loop runs the engine.
         """
+        if self._worker is not None:
+            self._worker.check_closing()
         self._life = _Life.CLOSED
         if self._worker is not None:
             await self._worker.close()

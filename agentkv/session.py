@@ -327,6 +327,7 @@ class Session:
     def _close(self) -> None:
         if self._is_closed:
             return
+        self._host.worker.check_closing()
         self._is_closed = True
         self._host.sessions.pop(self.id, None)
         if self._turn is not None:

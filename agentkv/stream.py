@@ -79,6 +79,7 @@ class Stream:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        self._host.worker.check_closing()
         self._close()
 
     def __aiter__(self) -> Stream:
@@ -94,6 +95,7 @@ class Stream:
         if self._turn is None:
             self._raise_misuse()
             raise StopAsyncIteration
+        self._host.worker.check_loop()
         call = self._turn.calls[0]
         start = self._seen
         text = ""
@@ -128,6 +130,7 @@ class Stream:
     async def stop(self) -> Completion:
         """End the reply now, keep what was sampled and commit the turn."""
         if self._turn is not None:
+            self._host.worker.check_loop()
             self._turn.calls[0].stop()
         return await self.result()
 
@@ -165,6 +168,7 @@ class Stream:
         if self._turn is None:
             self._raise_misuse()
             return
+        self._host.worker.check_loop()
         turn = self._turn
         with self._discarding(), self._time_limit():
             finished = await turn.calls[0].result()

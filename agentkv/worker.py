@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 
 from .config import EngineConfig, short
 from .core.batch import ModelInfo
@@ -192,6 +193,7 @@ class Worker:
         self._core: Core | None = None
         self._opened = anyio.Event()
         self._ended = anyio.Event()
+        self._thread_ended = threading.Event()
         self._loop = anyio.lowlevel.current_token().native_token
 
     # Life.
@@ -223,9 +225,15 @@ class Worker:
         """Stop the thread, waiting for its step at most `close_timeout_s`. Idempotent."""
         self.refuse(lambda: EngineClosedError("the engine has been closed"))
         self._commands.put(None)
-        with anyio.move_on_after(self.config.close_timeout_s, shield=True):
-            await self._ended.wait()
-        if not self._ended.is_set() and not self.stats.quarantined_blocks:
+        if self._is_on_own_loop():
+            with anyio.move_on_after(self.config.close_timeout_s, shield=True):
+                await self._ended.wait()
+            has_ended = self._ended.is_set()
+        else:
+            # Its loop is over, so the thread ends without anybody there to tell.
+            wait = partial(self._thread_ended.wait, self.config.close_timeout_s)
+            has_ended = await anyio.to_thread.run_sync(wait, abandon_on_cancel=True)
+        if not has_ended and not self.stats.quarantined_blocks:
             self._quarantine()
 
     def _quarantine(self) -> None:
@@ -243,15 +251,36 @@ class Worker:
 
     def check(self) -> None:
         """Raise unless this is the engine's loop and the engine takes work."""
-        try:
-            is_owner = anyio.lowlevel.current_token().native_token is self._loop
-        except anyio.NoEventLoopError:
-            is_owner = False
-        if not is_owner:
-            raise WrongLoopError("an engine belongs to the event loop that opened it")
+        self.check_loop()
         if self._refusal is not None:
             raise self._refusal()
         self._reap()
+
+    def check_loop(self) -> None:
+        """Raise unless this is the engine's loop."""
+        if not self._is_on_own_loop():
+            raise WrongLoopError("an engine belongs to the event loop that opened it")
+
+    def check_closing(self) -> None:
+        """Raise unless this is the engine's loop, or that loop is over and handles are let go."""
+        if not self._is_loop_over():
+            self.check_loop()
+
+    def _is_on_own_loop(self) -> bool:
+        try:
+            return anyio.lowlevel.current_token().native_token is self._loop
+        except anyio.NoEventLoopError:
+            return False
+
+    def _is_loop_over(self) -> bool:
+        loop: Any = self._loop  # Any: as in `_publish`
+        if not hasattr(loop, "run_sync_soon"):
+            return bool(loop.is_closed())
+        try:
+            loop.run_sync_soon(self._reap)
+        except RuntimeError:
+            return True
+        return False
 
     def submit(self, requests: list[Request]) -> list[Call]:
         """Hand requests to the step thread, all or none.
@@ -385,6 +414,7 @@ class Worker:
         except BaseException as error:
             self._open_error = error
             self._publish(self._opened.set, self._ended.set)
+            self._thread_ended.set()
             return None
         self._publish(self._opened.set)
         return core
@@ -399,6 +429,7 @@ class Worker:
             self._publish(partial(self._die, error))
         self._close_core(core)
         self._publish(self._ended.set)
+        self._thread_ended.set()
         return False
 
     def _open_core(self) -> Core:
