@@ -67,7 +67,8 @@ FLOAT32_TUNINGS = {
 # Tensors in ordinary memory: Triton's interpreter, where every operation costs the same.
 _INTERPRETED = _tuning((16, 32, 4, 1), (64, 32, 4, 1))
 MAX_HEAD_DIM = 512
-# Programs that a multiprocessor runs at a time, at least: registers and shared memory allow it.
+# Programs for each multiprocessor. It holds two of most variants at a time; where it holds one, the
+# second runs after it, over as many tiles.
 _PROGRAMS_PER_UNIT = 2
 
 

@@ -129,7 +129,7 @@ def attention_launches(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tile_attention, "tuning_of", tuned)
-        launches = _record(patch, tile_attention, "_tile_attention_kernel")
+        launches = _record(patch, tile_attention, "tile_attention_kernel")
         merges = _record(patch, merge, "_merge_kernel")
         tile_attention.paged_attention(
             query, k_cache, k_cache, scenario.plan(), scale=0.1, **extras

@@ -131,13 +131,14 @@ def test_windows_over_shared_segments_and_chunks(window: int) -> None:
     _check(_fan(4, 8, 9), window=window)
 
 
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0])])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -torch.inf])])
 def test_rows_without_keys_are_exactly_zero(sinks: Tensor | None) -> None:
     scenario = Scenario(4, [1, 1, 1], [0, 3, 0], [[], [1], []], [], 4)
     k_cache, v_cache = scenario.caches(1, 8)
-    out = tile_attention.paged_attention(
-        _query(3, 2, 8), k_cache, v_cache, scenario.plan(), scale=1.0, sinks=sinks
-    )
+    with np.errstate(invalid="ignore"):  # no keys and a sink that never counts: -inf less -inf
+        out = tile_attention.paged_attention(
+            _query(3, 2, 8), k_cache, v_cache, scenario.plan(), scale=1.0, sinks=sinks
+        )
     assert (out[[0, 2]] == 0).all()
     assert out[1].abs().sum() > 0
 
@@ -145,7 +146,7 @@ def test_rows_without_keys_are_exactly_zero(sinks: Tensor | None) -> None:
 @pytest.mark.parametrize("poison", [float("nan"), 1e30])
 @pytest.mark.parametrize("query_len", [1, 20])
 def test_slots_behind_the_last_token_do_not_matter(poison: float, query_len: int) -> None:
-    scenario = random_tree(11, num_rows=4, depth=2, max_query=query_len)
+    scenario = random_tree(11, num_rows=3, depth=2, max_tail=20, max_query=query_len)
     k_cache, v_cache = scenario.caches(1, 8)
     query = _query(sum(scenario.query_lens), 3, 8)
     outs = [
@@ -211,33 +212,6 @@ def test_a_row_in_many_tiles_of_one_shared_segment() -> None:
     plan = _check(_fan(3, 10, 21), heads=(6, 2))
     tiles = _tiles(plan)
     assert np.diff(tiles.m_ptr).min() > 3
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_permuting_rows_permutes_outputs_exactly() -> None:
-    scenario = random_tree(21, num_rows=7, depth=4, max_segment_blocks=4)
-    k_cache, v_cache = scenario.caches(1, 16)
-    query, order = _query(7, 3, 16), [3, 0, 6, 1, 5, 2, 4]
-    out = tile_attention.paged_attention(query, k_cache, v_cache, scenario.plan(), scale=0.25)
-    moved = tile_attention.paged_attention(
-        query[order], k_cache, v_cache, scenario.permuted(order).plan(), scale=0.25
-    )
-    torch.testing.assert_close(moved, out[order], atol=0, rtol=0)
-
-
-def test_a_parent_that_goes_on_leaves_its_child_bit_for_bit_unchanged() -> None:
-    tables = [[0, 1, 2], [0, 1, 3]]
-    segments = [TreeSegment(None, 0, (0, 1), (0, 1))]
-    before = Scenario(32, [1, 1], [70, 75], tables, segments, 8)
-    after = Scenario(32, [1, 1], [71, 75], tables, segments, 8)
-    k_cache, v_cache = after.caches(1, 8)
-    query = _query(2, 3, 8)
-    first, second = (
-        tile_attention.paged_attention(query, k_cache, v_cache, step.plan(), scale=1.0)
-        for step in (before, after)
-    )
-    assert (first[0] != second[0]).any()
-    torch.testing.assert_close(first[1], second[1], atol=0, rtol=0)
 
 
 def test_queries_and_outputs_are_used_where_they_lie() -> None:

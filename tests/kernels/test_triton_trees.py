@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from agentkv_kernels import reference
-from agentkv_kernels.scenario import random_tree
+from agentkv_kernels.scenario import Scenario, TreeSegment, random_tree
 from agentkv_kernels.tiles import TileShape
 
 pytest.importorskip("triton", reason="triton is missing, so its kernels cannot be interpreted")
@@ -21,6 +21,10 @@ pytestmark = [
 ]
 # Query heads, KV heads, key and value dim.
 HEADS = [(1, 1, 8, 8), (3, 1, 16, 16), (4, 2, 8, 8), (6, 2, 16, 8), (12, 1, 8, 24), (5, 1, 8, 8)]
+
+
+def _query(num_tokens: int, num_heads: int, dim: int) -> torch.Tensor:
+    return torch.randn(num_tokens, num_heads, dim, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -68,3 +72,30 @@ def test_the_random_trees_have_tiles_of_every_kind() -> None:
         tiles = scenario.plan().tile_set(tile_attention.tile_shape(query, k_cache, v_cache, None))
         kinds += np.array([len(tiles.wide), len(tiles.narrow), len(tiles.prefill)]) > 0
     assert (kinds > 5).all()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_permuting_rows_permutes_outputs_exactly() -> None:
+    scenario = random_tree(21, num_rows=7, depth=4, max_segment_blocks=4)
+    k_cache, v_cache = scenario.caches(1, 16)
+    query, order = _query(7, 3, 16), [3, 0, 6, 1, 5, 2, 4]
+    out = tile_attention.paged_attention(query, k_cache, v_cache, scenario.plan(), scale=0.25)
+    moved = tile_attention.paged_attention(
+        query[order], k_cache, v_cache, scenario.permuted(order).plan(), scale=0.25
+    )
+    torch.testing.assert_close(moved, out[order], atol=0, rtol=0)
+
+
+def test_a_parent_that_goes_on_leaves_its_child_bit_for_bit_unchanged() -> None:
+    tables = [[0, 1, 2], [0, 1, 3]]
+    segments = [TreeSegment(None, 0, (0, 1), (0, 1))]
+    before = Scenario(32, [1, 1], [70, 75], tables, segments, 8)
+    after = Scenario(32, [1, 1], [71, 75], tables, segments, 8)
+    k_cache, v_cache = after.caches(1, 8)
+    query = _query(2, 3, 8)
+    first, second = (
+        tile_attention.paged_attention(query, k_cache, v_cache, step.plan(), scale=1.0)
+        for step in (before, after)
+    )
+    assert (first[0] != second[0]).any()
+    torch.testing.assert_close(first[1], second[1], atol=0, rtol=0)
