@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from agentkv_kernels import launch, reference
+from agentkv_kernels.plan import StepPlan
 from agentkv_kernels.scenario import Scenario, random_tree
-from agentkv_kernels.tiles import TileShape
+from agentkv_kernels.sharing import Sharing
+from agentkv_kernels.tiles import BLK0, KV_LEN, KV_OFF, TileSet, TileShape
 
 HEADS = [(1, 1, 8, 8), (3, 1, 16, 16), (3, 3, 8, 8), (6, 2, 16, 8), (12, 1, 8, 24), (5, 1, 8, 8)]
 
@@ -83,6 +86,58 @@ def _check_permutation(seed: int) -> None:
 def test_shared_equals_flat_equals_dense_on_random_trees(first: int) -> None:
     for seed in range(first, first + 10):
         _check_tree(seed)
+
+
+def _reads_of_segments(scenario: Scenario, min_tokens: int, rows_per_tile: int) -> list[int]:
+    """How often each segment's blocks are to be read; a short one is part of what follows it."""
+    lengths: list[int] = []
+    for parent, _, block_ids, _ in scenario.segments:
+        before = 0 if parent is None or lengths[parent] >= min_tokens else lengths[parent]
+        lengths.append(before + len(block_ids) * scenario.block_size)
+    reads = [0] * len(lengths)
+    for index in reversed(range(len(lengths))):
+        rows = len(scenario.segments[index].rows)
+        if lengths[index] >= min_tokens:
+            reads[index] = -(-rows // rows_per_tile)
+        else:
+            children = [i for i, s in enumerate(scenario.segments) if s.parent == index]
+            apart = rows - sum(len(scenario.segments[i].rows) for i in children)
+            reads[index] = sum(reads[i] for i in children) + apart
+    return reads
+
+
+def _reads_of_blocks(tiles: TileSet, block_size: int) -> Counter[int]:
+    """How many tiles read the first slot of each block."""
+    found: Counter[int] = Counter()
+    for tile in np.concatenate([tiles.wide, tiles.narrow]).tolist():
+        first = -(-tile[KV_OFF] // block_size)
+        end = -(-(tile[KV_OFF] + tile[KV_LEN]) // block_size)
+        found.update(tiles.blk[tile[BLK0] + first : tile[BLK0] + end].tolist())
+    return found
+
+
+@pytest.mark.parametrize("min_tokens", [16, 64, 200])
+@pytest.mark.parametrize("seed", range(40))
+def test_each_long_segment_is_read_once_per_row_tile(seed: int, min_tokens: int) -> None:
+    scenario = random_tree(
+        seed, num_rows=2 + seed % 12, depth=1 + seed % 5, max_segment_blocks=12, max_tail=16
+    )
+    shape = TileShape(
+        group=3, num_kv_heads=2, head_dim=8, itemsize=2, workers=4, narrow_rows=6, wide_rows=12,
+        min_chunk=32, min_wide_chunk=64,
+    )  # fmt: skip
+    plan = StepPlan.build(
+        query_lens=scenario.query_lens,
+        kv_lens=scenario.kv_lens,
+        block_tables=scenario.block_tables,
+        segments=scenario.segments,
+        block_size=scenario.block_size,
+        sharing=Sharing(min_tokens=min_tokens, partial_bytes=0, fixed_bytes=0),
+    )
+    counted = _reads_of_blocks(plan.tile_set(shape), scenario.block_size)
+    expected = _reads_of_segments(scenario, min_tokens, rows_per_tile=4)
+    for segment, reads in zip(scenario.segments, expected, strict=True):
+        assert [counted[block] for block in segment.block_ids] == [reads] * len(segment.block_ids)
 
 
 @pytest.fixture
