@@ -17,7 +17,8 @@ from .tiles import IntArray, TileSet
 
 # Where a device's counts are, in its int32[4]: tiles of each kind, then the set's delta.
 NUM_WIDE, NUM_NARROW, NUM_PREFILL, DELTA = range(4)
-_SCRATCH = "device"
+# Under which names a tile set's scratch has its buffers, and the mark they know it by.
+_SCRATCH, _HELD = "device", "held"
 
 
 class Capacity(NamedTuple):
@@ -70,7 +71,9 @@ class DeviceTiles:
         self.counts = allocate(4)
         # The merge also zeroes padding, so buffers that serve many tile sets always run it.
         self.needs_merge = True
-        self._tiles: TileSet | None = None
+        # What marks the tile set they hold. Not the tile set itself, which refers to its buffers:
+        # device memory would wait for the garbage collector.
+        self._held: object = None
         self._delta = -1
         self._arena: IntArray = np.zeros(0, np.int32)
 
@@ -88,9 +91,9 @@ class DeviceTiles:
         if not self.fits(tiles):
             raise ValueError(f"{Capacity.of(tiles)} exceeds {self.capacity}")
         tiles.scratch[_SCRATCH] = self
-        if tiles is not self._tiles:
+        if self._held is None or tiles.scratch.get(_HELD) is not self._held:
             self._upload(tiles)
-            self._tiles = tiles
+            self._held = tiles.scratch[_HELD] = object()
         elif self._delta == tiles.delta:
             return
         elif not np.array_equal(tiles.blk, self._arena):

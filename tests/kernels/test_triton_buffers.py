@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -107,6 +109,21 @@ def test_buffers_that_still_hold_a_tile_set_are_used_again_after_others_were() -
     padded = attend(query, k_cache, v_cache, plan)
     torch.testing.assert_close(padded[:3], alone, atol=0, rtol=0)
     assert (padded[3:] == 0).all()
+
+
+def test_buffers_go_with_their_plan_without_the_garbage_collector() -> None:
+    scenario = _fan(3, 4, 20)
+    k_cache, v_cache = scenario.caches(1, 8)
+    plan, query = scenario.plan(), _query(3, 3, 8)
+    tile_attention.paged_attention(query, k_cache, v_cache, plan, scale=0.5)
+    buffers = weakref.ref(_tiles(plan).scratch["device"])
+    gc.disable()
+    try:
+        assert buffers() is not None
+        del plan
+        assert buffers() is None
+    finally:
+        gc.enable()
 
 
 def test_tiles_beyond_the_capacity_are_refused_not_truncated() -> None:
