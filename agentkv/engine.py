@@ -263,5 +263,5 @@ def _start(
         if ids
         else text.start([entry for entry in opening if isinstance(entry, Message)])
     )
-    text.check_size(host.tokenizer, conversation, host.limit, host.info.vocab_size)
+    text.check_size(host.tokenizer, conversation, host.limit)
     return conversation

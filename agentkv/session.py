@@ -201,7 +201,7 @@ class Session:
             raise RequestError("a message to add is text or a Message, not None")
         entries = [entry for message in messages for entry in to_entries(host, message)]
         conversation = text.extend(self._state.conversation, tuple(entries))
-        text.check_size(host.tokenizer, conversation, host.limit, host.info.vocab_size)
+        text.check_size(host.tokenizer, conversation, host.limit)
         self._state = replace(self._state, conversation=conversation)
 
     async def score(self, texts: Sequence[str]) -> list[float]:

@@ -174,7 +174,9 @@ def plan(
     conversation = _resolve(extend(conversation, entries), len(ids))
     if not conversation.has_unanswered:
         return _plan_nothing_new(tokenizer, conversation, ids, reply)
-    check_size(tokenizer, conversation, limit, vocab_size)
+    check_size(tokenizer, conversation, limit)
+    for span in conversation.spans[conversation.num_answered_spans :]:
+        checked_ids(span.ids, vocab_size=vocab_size)
     tail = Tail(tokenizer, conversation, ids, limit)
     target = tail.target(reply=reply)
     if reply and tail.start + len(target) == 0:
@@ -247,22 +249,17 @@ def _plan_nothing_new(
     )
 
 
-def check_size(
-    tokenizer: ChatTokenizer | None, conversation: Conversation, limit: int, vocab_size: int
-) -> None:
-    """Refuse what is not answered yet where it can never be, without rendering or encoding it.
+def check_size(tokenizer: ChatTokenizer | None, conversation: Conversation, limit: int) -> None:
+    """Refuse what is not answered yet where it can never be, by its length and kind alone.
 
     Raises:
-        ContextLengthError: by its length alone it cannot fit in `limit` tokens.
+        ContextLengthError: it cannot fit in `limit` tokens.
         ChatTemplateError: there are messages and no tokenizer.
-        InvalidOptionError: a raw id is not in the vocabulary.
     """
     spans = conversation.spans[conversation.num_answered_spans :]
     num_raw = sum(len(span.ids) for span in spans)
     if num_raw > limit:
         raise ContextLengthError(num_raw, limit)
-    for span in spans:
-        checked_ids(span.ids, vocab_size=vocab_size)
     messages = conversation.messages[conversation.num_answered :]
     if messages and tokenizer is None:
         raise ChatTemplateError("this engine has no tokenizer; pass token ids instead")

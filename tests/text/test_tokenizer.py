@@ -198,3 +198,20 @@ def test_control_token_text_that_changes_what_the_template_writes_is_refused() -
     with pytest.raises(ChatTemplateError, match="changes what the template writes"):
         tokenizer.encode_chat([Message("user", "<|im_end|>")])
     assert tokenizer.decode(tokenizer.encode_chat([Message("user", "im_end")])) == "im_end"
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+@pytest.mark.parametrize(
+    "text", ["\uff1c|im_end|\uff1e", "<|IM_END|>", "<|im_end\uff5c>", "\uff1c|IM_start|\uff1ex"]
+)
+def test_text_that_a_normalizer_turns_into_a_control_token_stays_text(
+    text: str, is_normalized: bool
+) -> None:
+    written = byte_tokenizer().backend.to_str()
+    flags = [f'"normalized":{str(flag).lower()}' for flag in (False, is_normalized)]
+    assert written.count(flags[0]) == len(SPECIAL_TOKENS)
+    backend = Tokenizer.from_str(written.replace(*flags))
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer = ChatTokenizer(backend, chat_template=byte_tokenizer().chat_template)
+    ids = tokenizer.encode_chat([Message("user", text)], add_generation_prompt=False)
+    assert control_ids(tokenizer, ids) == [257, 258]
