@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Unpack
+from pathlib import Path
+from typing import Any, Unpack
+from weakref import finalize
 
 import msgspec
 
@@ -28,9 +30,6 @@ from .tree import draw_tree
 from .turn import Host, State, derive_key
 from .worker import ModelInfo, Runner, Snapshot, TokenIds, Worker
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 __all__ = ["Engine"]
 
 Progress = Callable[[str, float], None]
@@ -38,6 +37,7 @@ Progress = Callable[[str, float], None]
 
 class _Life(Enum):
     NEW = "not open"
+    OPENING = "opening"
     OPEN = "open"
     CLOSED = "closed"
 
@@ -117,6 +117,7 @@ class Engine:
     async def __aenter__(self) -> Engine:
         if self._life is not _Life.NEW:
             raise EngineClosedError(f"an engine is opened once, and this one is {self._life.value}")
+        self._life = _Life.OPENING
         self._worker = self._make_worker()
         try:
             runner = await self._worker.open()
@@ -127,6 +128,8 @@ class Engine:
         info = runner.info
         limit = info.capacity(self._config.max_context)
         self._host = Host(self._worker, tokenizer, info, self._config, limit)
+        # The host goes with the last handle, and an idle thread of a loop that is gone with it.
+        finalize(self._host, self._worker.abandon).atexit = False
         self._life = _Life.OPEN
         return self
 

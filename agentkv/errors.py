@@ -64,16 +64,22 @@ class EngineDeadError(EngineError):
     """The step thread ended; `cause` says why. Open a new engine."""
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
-        super().__init__(message)
-        self.cause = cause
+        super().__init__(message, cause)
+        self.cause = self.__cause__ = cause
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class StepError(EngineError):
     """A step failed with this call in it; `cause` says why. The session is unchanged."""
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
-        super().__init__(message)
-        self.cause = cause
+        super().__init__(message, cause)
+        self.cause = self.__cause__ = cause
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class WrongLoopError(EngineError):
@@ -112,21 +118,27 @@ class OutOfBlocksError(CapacityError):
     """More KV blocks are needed than the pool can give."""
 
     def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"{needed} KV blocks are needed and {available} are available")
+        super().__init__(needed, available)
         self.needed = needed
         self.available = available
+
+    def __str__(self) -> str:
+        return f"{self.needed} KV blocks are needed and {self.available} are available"
 
 
 class ContextLengthError(CapacityError):
     """The request is longer than the context or the whole pool can hold, in tokens."""
 
     def __init__(self, tokens: int, limit: int) -> None:
-        super().__init__(
-            f"the request takes {tokens} tokens and the limit is {limit}; "
-            "shorten the prompt or max_tokens, or open the engine with more KV memory"
-        )
+        super().__init__(tokens, limit)
         self.tokens = tokens
         self.limit = limit
+
+    def __str__(self) -> str:
+        return (
+            f"the request takes {self.tokens} tokens and the limit is {self.limit}; "
+            "shorten the prompt or max_tokens, or open the engine with more KV memory"
+        )
 
 
 class RequestError(AgentKVError, ValueError):

@@ -14,7 +14,14 @@ from .text import conversation as text
 from .text.conversation import Entry
 from .turn import Host, handle_text
 
-__all__ = ["Prompt", "encode_continuations", "is_list", "parse_options", "to_entries"]
+__all__ = [
+    "Prompt",
+    "check_scored",
+    "encode_continuations",
+    "is_list",
+    "parse_options",
+    "to_entries",
+]
 
 # One call of the tokenizer takes as long as so many characters do.
 CALL_CHARS = 100
@@ -103,11 +110,11 @@ def is_list(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview))
 
 
-async def encode_continuations(host: Host, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text as a reply would have them, for their log-probabilities.
+def check_scored(host: Host, texts: Sequence[str]) -> None:
+    """Check texts to score as far as they need not be encoded.
 
     Raises:
-        RequestError: there is no text, or a text has no tokens.
+        RequestError: there is no text, or something else among them.
         CapacityError: a text does not fit, or there are too many.
     """
     tokenizer, most = host.tokenizer, host.config.max_waiting
@@ -119,11 +126,19 @@ async def encode_continuations(host: Host, texts: Sequence[str]) -> list[list[in
         raise RequestError(f"score takes texts, not {wrong[0]}")
     if tokenizer is None:
         raise RequestError("score needs a tokenizer")
-    # Refused by length before anything is encoded, and encoded off the loop when long.
     for one in texts:
         tokenizer.check_length([one], host.limit)
-    encode = partial(tokenizer.encode_continuations, list(texts))
-    encoded = await handle_text(encode, sum(map(len, texts)) + CALL_CHARS * len(texts))
+
+
+async def encode_continuations(host: Host, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of each checked text as a reply would have them; off the loop when that is long.
+
+    Raises:
+        RequestError: a text has no tokens.
+    """
+    assert host.tokenizer is not None, "checked before"
+    encode = partial(host.tokenizer.encode_continuations, list(texts))
+    encoded = await handle_text(host, encode, sum(map(len, texts)) + CALL_CHARS * len(texts))
     if not all(encoded):
         raise RequestError("a text to score has no tokens")
     return encoded

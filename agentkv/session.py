@@ -34,7 +34,7 @@ from .errors import (
     SessionClosedError,
 )
 from .messages import Completion, Message, Usage
-from .prompt import Prompt, encode_continuations, parse_options, to_entries
+from .prompt import Prompt, check_scored, encode_continuations, parse_options, to_entries
 from .stream import Stream
 from .text import conversation as text
 from .text.conversation import Entry
@@ -81,6 +81,7 @@ class Session:
         "_stream",
         "_turn",
         "_usage",
+        "_waiting",
         "id",
         "name",
         "parent",
@@ -102,6 +103,7 @@ class Session:
         self._forks = 0
         self._turn: Turn | None = None
         self._stream: ReferenceType[Stream] | None = None
+        self._waiting: set[anyio.CancelScope] = set()
         self._is_closed = False
         host.sessions[self.id] = self
 
@@ -183,6 +185,9 @@ class Session:
                 self._end(turn)
                 raise
             self._stream = ref(stream)
+            # Nobody waits for a stream's end: its reader may wait for them.
+            for scope in self._waiting:
+                scope.cancel()
             return turn
 
         return Stream(self._host, begin, self._commit, self._end, timeout)
@@ -213,9 +218,11 @@ class Session:
             RequestError: there is no text, a text has no tokens, or nothing asks for a reply.
             CapacityError: a text does not fit, or there are too many.
         """
-        encoded = await encode_continuations(self._host, texts)
+        check_scored(self._host, texts)
         turn = await self._begin((), SamplingOptions(), reply=True)
         try:
+            encoded = await encode_continuations(self._host, texts)
+            self._check_open()
             check_capacity(self._host, turn.plan, max(map(len, encoded)))
             requests = [
                 build_request(
@@ -232,8 +239,10 @@ class Session:
             scores = []
             for call in turn.calls:
                 finished = await call.result()
+                assert finished is not None
                 assert finished.score is not None
                 scores.append(finished.score)
+            self._check_open()
             return scores
         finally:
             self._end(turn)
@@ -278,6 +287,8 @@ class Session:
         if branch._state.snapshot.namespace != self._state.snapshot.namespace:
             raise NamespaceError("a session cannot adopt one from another namespace")
         self._install(branch._state, branch._usage)
+        # With the branch's key comes the number of forks that have drawn from it.
+        self._forks = branch._forks
         branch._close()
 
     def checkpoint(self) -> Checkpoint:
@@ -313,7 +324,7 @@ class Session:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._close()
+        await self.aclose()
 
     def __del__(self) -> None:
         with suppress(AttributeError):
@@ -365,7 +376,14 @@ class Session:
             raise QueueFullError(
                 f"max_waiting_per_session={most} calls wait for session {self.id} already"
             )
-        await self._lock.acquire()
+        with anyio.CancelScope() as scope:
+            self._waiting.add(scope)
+            try:
+                await self._lock.acquire()
+            finally:
+                self._waiting.discard(scope)
+        if scope.cancelled_caught:
+            raise SessionBusyError(f"a stream of session {self.id} was opened first")
         turn = None
         try:
             self._check_open()
@@ -391,7 +409,9 @@ class Session:
                 samples = tuple(
                     complete(self._host, call, end, turn)
                     for call, end in zip(turn.calls, finished, strict=True)
+                    if end is not None
                 )
+                assert finished[0] is not None
                 completion = self._commit(turn, finished[0])
                 return (
                     completion if n == 1 else msgspec.structs.replace(completion, samples=samples)
@@ -430,6 +450,8 @@ class Session:
         return completion
 
     def _install(self, state: State, usage: Usage) -> None:
+        # The engine may have ended, or the session been closed, while the outcome was on its way.
+        self._check_open()
         self._lease.move(state.snapshot)
         self._state = state
         self._usage += usage
@@ -443,12 +465,14 @@ class Session:
         try:
             if turn.plan.is_empty:
                 return self
+            self._check_open()
             check_capacity(self._host, turn.plan, None)
             request = build_request(
                 self._host, self._state.snapshot, turn, kind="warm", priority=self._priority
             )
             turn.calls = self._host.worker.submit([request])
             finished = await turn.calls[0].result()
+            assert finished is not None
             assert finished.snapshot is not None
             conversation = turn.plan.conversation
             self._install(State(conversation, finished.snapshot, self._state.key), finished.usage)

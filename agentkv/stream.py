@@ -5,8 +5,9 @@ Owns no queue: a reader that lags gets one larger delta, and nobody waits for it
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, suppress
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 
 import anyio
@@ -15,7 +16,7 @@ from .errors import RequestError
 from .messages import Completion, Delta
 from .text.stopping import ReplyText
 from .turn import Host, Turn
-from .worker import Finished
+from .worker import Call, Finished
 
 __all__ = ["Stream"]
 
@@ -38,8 +39,8 @@ class Stream:
         "_is_closed",
         "_seen",
         "_text",
-        "_timeout",
         "_turn",
+        "_unsent",
     )
 
     def __init__(
@@ -54,11 +55,12 @@ class Stream:
         self._begin = begin
         self._commit = commit
         self._end = end
-        self._timeout = timeout
-        self._deadline: float | None = None
+        self._deadline = None if timeout is None else anyio.current_time() + timeout
         self._turn: Turn | None = None
         self._text: ReplyText | None = None
+        # Sampled ids up to here are read, the last of them not yet in a delta with text.
         self._seen = 0
+        self._unsent: list[int] = []
         self._completion: Completion | None = None
         self._is_closed = False
 
@@ -70,8 +72,7 @@ class Stream:
     async def __aenter__(self) -> Stream:
         if self._is_closed or self._turn is not None:
             raise RequestError("a stream is entered once")
-        if self._timeout is not None:
-            self._deadline = anyio.current_time() + self._timeout
+        self._host.worker.check_loop()
         with self._time_limit():
             self._turn = await self._begin(self)
         with self._discarding():
@@ -88,30 +89,27 @@ class Stream:
     async def __anext__(self) -> Delta:
         """The next delta: never empty, never a part of a character or of a stop string.
 
+        A read that is cancelled takes nothing away: the next one goes on where it was.
+
         Raises:
             TimeoutError: the stream's time is up; the turn is discarded.
             AgentKVError: what made the turn fail; it is discarded.
         """
-        if self._turn is None:
-            self._raise_misuse()
-            raise StopAsyncIteration
         self._host.worker.check_loop()
-        call = self._turn.calls[0]
-        start = self._seen
         text = ""
-        while not text:
+        while not text and self._turn is not None:
+            call = self._turn.calls[0]
             with self._discarding(), self._time_limit():
                 count = await call.progress(self._seen)
-            new = call.request.output_ids[self._seen : count]
-            self._seen = count
-            text += self._push(new)
-            if call.is_done and count == len(call.request.output_ids):
+            text = self._read(call, count)
+            if call.is_done and self._seen == len(call.request.output_ids):
                 text += self._finish()
                 break
-            if self._text is None and new:
+            if self._text is None and self._unsent:
                 break
-        if text or self._seen > start:
-            return Delta(text, tuple(call.request.output_ids[start : self._seen]))
+        if self._turn is not None and (text or self._unsent):
+            ids, self._unsent = tuple(self._unsent), []
+            return Delta(text, ids)
         await self._finalize()
         raise StopAsyncIteration
 
@@ -122,6 +120,7 @@ class Stream:
             TimeoutError: the stream's time is up; the turn is discarded.
             AgentKVError: what made the turn fail; it is discarded.
         """
+        self._host.worker.check_loop()
         if self._completion is None:
             await self._finalize()
         assert self._completion is not None
@@ -129,8 +128,8 @@ class Stream:
 
     async def stop(self) -> Completion:
         """End the reply now, keep what was sampled and commit the turn."""
+        self._host.worker.check_loop()
         if self._turn is not None:
-            self._host.worker.check_loop()
             self._turn.calls[0].stop()
         return await self.result()
 
@@ -151,42 +150,50 @@ class Stream:
             self._host.tokenizer, options.stop, min_tokens=options.min_tokens, after=after
         )
 
-    def _push(self, ids: list[int]) -> str:
-        if self._text is None or self._turn is None:
+    def _read(self, call: Call, count: int) -> str:
+        """The text that is final with the first `count` sampled ids."""
+        new = call.request.output_ids[self._seen : count]
+        self._seen += len(new)
+        self._unsent += new
+        if self._text is None:
             return ""
-        finished = self._turn.calls[0].finished
-        ends = finished is not None and finished.stop_token is not None
-        total = len(self._turn.calls[0].request.output_ids)
-        if ends and self._seen == total:
-            ids = ids[:-1]
-        return self._text.push(ids)
+        # It ends the reply, whether the loop has been told so yet or not.
+        if new and new[-1] in call.request.stop_token_ids:
+            new = new[:-1]
+        return self._text.push(new)
 
     def _finish(self) -> str:
         return "" if self._text is None else self._text.finish()
 
     async def _finalize(self) -> None:
-        if self._turn is None:
-            self._raise_misuse()
-            return
-        self._host.worker.check_loop()
         turn = self._turn
-        with self._discarding(), self._time_limit():
-            finished = await turn.calls[0].result()
-            self._completion = self._commit(turn, finished)
-        self._close()
+        if turn is not None:
+            with self._discarding(), self._time_limit():
+                finished = await turn.calls[0].result()
+                # Another task may have committed or discarded the turn meanwhile.
+                if self._turn is turn:
+                    assert finished is not None, "an open turn's call has an outcome"
+                    self._completion = self._commit(turn, finished)
+            self._close()
+        if self._completion is None:
+            self._raise_misuse()
 
     def _raise_misuse(self) -> None:
         if not self._is_closed:
             raise RequestError("use the stream inside `async with`")
-        if self._completion is None:
-            raise RequestError("the stream was closed before its end; its turn is discarded")
+        raise RequestError("the stream was closed before its end; its turn is discarded")
 
     def _discarding(self) -> AbstractContextManager[None]:
         return _CloseOnError(self)
 
-    def _time_limit(self) -> AbstractContextManager[object]:
-        left = None if self._deadline is None else self._deadline - anyio.current_time()
-        return anyio.fail_after(None if left is None else max(0.0, left))
+    @contextmanager
+    def _time_limit(self) -> Iterator[None]:
+        left = math.inf if self._deadline is None else self._deadline - anyio.current_time()
+        if left <= 0:
+            # Also for a reader that comes too late for a reply that is whole by now.
+            raise TimeoutError
+        with anyio.fail_after(None if left == math.inf else left):
+            yield
 
     def _close(self) -> None:
         self._is_closed = True
@@ -196,7 +203,7 @@ class Stream:
 
 
 class _CloseOnError:
-    """Discard a stream's turn when the block inside raises."""
+    """Discard a stream's turn when the block inside fails; cancellation alone is no failure."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -210,5 +217,5 @@ class _CloseOnError:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exc is not None:
+        if isinstance(exc, Exception):
             self._stream._close()

@@ -31,9 +31,12 @@ T = TypeVar("T")
 
 # Rendering and encoding this much text takes well under a millisecond; more is done off the loop.
 ON_LOOP_CHARS = 8_000
+# Text is handled by as many threads at most, none of them taken from those of the application,
+# which may all be waiting for a session.
+TEXT_THREADS = 4
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Host:
     """What an engine hands to its sessions."""
 
@@ -43,6 +46,9 @@ class Host:
     config: EngineConfig
     limit: int
     sessions: WeakValueDictionary[str, object] = field(default_factory=WeakValueDictionary)
+    text_threads: anyio.CapacityLimiter = field(
+        default_factory=lambda: anyio.CapacityLimiter(TEXT_THREADS)
+    )
     opened: int = 0
 
 
@@ -100,26 +106,45 @@ async def plan_turn(
             vocab_size=host.info.vocab_size,
         )
 
-    return await handle_text(run, size)
+    return await handle_text(host, run, size)
 
 
-async def handle_text(work: Callable[[], T], num_chars: int) -> T:
+async def handle_text(host: Host, work: Callable[[], T], num_chars: int) -> T:
     """The result of `work`, which handles so much text; off the loop when that may take long."""
     if num_chars <= ON_LOOP_CHARS:
         # What turns out to take its time all the same is begun again off the loop.
         with suppress(HurriedError), hurried():
             return work()
+    return await _off_loop(host, work)
+
+
+async def _off_loop(host: Host, work: Callable[[], T]) -> T:
+    """The result of `work`, which runs in one of the engine's text threads."""
+    # An error passes as a value, and out of the thread's reach: raised in the thread it would stay
+    # in a cycle with the future that carries it, and keep the caller's session.
+    outcome: list[tuple[T, None] | tuple[None, Exception]] = []
+
     gone = threading.Event()
 
-    def run() -> T:
-        with abandonable(gone):
-            return work()
+    def run() -> None:
+        try:
+            with abandonable(gone):
+                outcome.append((work(), None))
+        except Exception as error:
+            outcome.append((None, error))
 
     try:
-        return await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+        await anyio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=host.text_threads)
     finally:
         # A cancelled call leaves no thread behind that works for nobody.
         gone.set()
+    value, error = outcome.pop()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            error = None
+    return value  # type: ignore[return-value]  # None only beside an error, or when T is None
 
 
 def check_capacity(

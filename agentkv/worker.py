@@ -8,10 +8,13 @@ them between the ticks of the loop instead.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -84,26 +87,26 @@ class Lease:
 
 
 class Call:
-    """One submitted request as its caller sees it: a cursor over what the step thread appends.
+    """One submitted request as its callers see it: a cursor over what the step thread appends.
 
-    An error is raised once, to whoever waits first.
+    Each who waits for a call that fails gets an error object of its own.
     """
 
-    __slots__ = ("_event", "_has_raised", "_seen", "_worker", "error", "finished", "request")
+    __slots__ = ("_ended", "_grown", "_worker", "error", "finished", "is_closed", "request")
 
     def __init__(self, worker: Worker, request: Request) -> None:
         self._worker = worker
-        self._event: anyio.Event | None = None
-        self._seen: int | None = None
-        self._has_raised: bool = False
+        self._grown: anyio.Event | None = None
+        self._ended: anyio.Event | None = None
         self.request: Request = request
         self.finished: Finished | None = None
         self.error: BaseException | None = None
+        self.is_closed: bool = False
 
     @property
     def is_done(self) -> bool:
-        """Whether the request has ended, well or badly."""
-        return self.finished is not None or self.error is not None or self._has_raised
+        """Whether the request has ended, well or badly, or was given up."""
+        return self.finished is not None or self.error is not None or self.is_closed
 
     async def progress(self, seen: int) -> int:
         """Wait for more than `seen` sampled ids, or for the end; the number there are now.
@@ -111,31 +114,31 @@ class Call:
         Raises:
             AgentKVError: what made the request fail.
         """
-        self._seen = seen
         while len(self.request.output_ids) <= seen and not self.is_done:
-            await self._wait()
-        self._seen = None
+            if self._grown is None:
+                self._grown = anyio.Event()
+            await self._grown.wait()
         self._raise_error()
         return len(self.request.output_ids)
 
-    async def result(self) -> Finished:
-        """Wait for the end.
+    async def result(self) -> Finished | None:
+        """Wait for the end; None when the call was closed before.
 
         Raises:
             AgentKVError: what made the request fail.
         """
         while not self.is_done:
-            await self._wait()
+            if self._ended is None:
+                self._ended = anyio.Event()
+            await self._ended.wait()
         self._raise_error()
-        assert self.finished is not None
         return self.finished
 
     def fail(self, error: Exception) -> None:
-        """End a call that still runs with `error`, and cancel what it runs."""
-        if not self.is_done:
-            self.close()
+        """End a call with `error` whose outcome nobody has taken, and cancel what it runs."""
+        if not self.is_closed and self.error is None:
             self.error = error
-            self._notify()
+            self.close()
 
     def stop(self) -> None:
         """Ask the step thread to end the reply now and keep what was sampled."""
@@ -144,30 +147,23 @@ class Call:
 
     def close(self) -> None:
         """Cancel what still runs, release what has ended. Idempotent; take `finished` first."""
-        self._worker._close_call(self)
+        if not self.is_closed:
+            self.is_closed = True
+            self._worker._close_call(self)
+            self._notify()
 
     def _raise_error(self) -> None:
-        # A traceback leads to this call and its session. Nothing may lead from here back to the
-        # error, or a dropped session would wait for the garbage collector.
-        error, self.error = self.error, None
-        if error is not None:
-            self._has_raised = True
-            try:
-                raise error
-            finally:
-                error = None
-
-    async def _wait(self) -> None:
-        self._event = anyio.Event()
-        try:
-            await self._event.wait()
-        finally:
-            self._event = None
+        # The error itself is never raised: a traceback would lead from here to the caller's
+        # session, and a dropped session would wait for the garbage collector.
+        if self.error is not None:
+            raise copy(self.error)
 
     def _notify(self) -> None:
-        has_more = self._seen is not None and len(self.request.output_ids) > self._seen
-        if self._event is not None and (self.is_done or has_more):
-            self._event.set()
+        grown, self._grown = self._grown, None
+        if grown is not None:
+            grown.set()
+        if self._ended is not None and self.is_done:
+            self._ended.set()
 
 
 class Worker:
@@ -207,6 +203,8 @@ class Worker:
             self.refuse(lambda: EngineClosedError("the engine was closed while it opened"))
             self._commands.put(None)
             raise
+        if self._refusal is not None:
+            raise self._refusal()
         if self._open_error is not None:
             raise self._open_error
         assert self.runner is not None
@@ -220,10 +218,11 @@ class Worker:
             self._finish(call, error=self._refusal())
         for done in self._inspections:
             done.set()
+        self._opened.set()
 
     async def close(self) -> None:
         """Stop the thread, waiting for its step at most `close_timeout_s`. Idempotent."""
-        self.refuse(lambda: EngineClosedError("the engine has been closed"))
+        self.refuse(_closed)
         self._commands.put(None)
         if self._is_on_own_loop():
             with anyio.move_on_after(self.config.close_timeout_s, shield=True):
@@ -236,11 +235,17 @@ class Worker:
         if not has_ended and not self.stats.quarantined_blocks:
             self._quarantine()
 
+    def abandon(self) -> None:
+        """Let the thread end: no handle is left that could ask for anything. On any thread."""
+        self._refusal = self._refusal or _closed
+        self._commands.put(None)
+
     def _quarantine(self) -> None:
-        block_ids: tuple[int, ...] = ()
-        if self._core is not None:
-            block_ids = self._core.quarantine()
-            self.stats = self._core.stats()
+        if self._core is None:
+            _logger.warning("the engine was closed while its model loads; the thread ends after it")
+            return
+        block_ids = self._core.quarantine()
+        self.stats = self._core.stats()
         _logger.warning(
             "a step did not return within close_timeout_s=%g; its thread keeps KV blocks %s",
             self.config.close_timeout_s,
@@ -257,7 +262,7 @@ class Worker:
         self._reap()
 
     def check_loop(self) -> None:
-        """Raise unless this is the engine's loop."""
+        """Raise unless this runs on the engine's loop, in a task or in a callback."""
         if not self._is_on_own_loop():
             raise WrongLoopError("an engine belongs to the event loop that opened it")
 
@@ -267,10 +272,7 @@ class Worker:
             self.check_loop()
 
     def _is_on_own_loop(self) -> bool:
-        try:
-            return anyio.lowlevel.current_token().native_token is self._loop
-        except anyio.NoEventLoopError:
-            return False
+        return _running_loop(self._loop) is self._loop
 
     def _is_loop_over(self) -> bool:
         loop: Any = self._loop  # Any: as in `_publish`
@@ -289,7 +291,8 @@ class Worker:
             QueueFullError: more than `max_waiting` requests would wait to be admitted.
         """
         self.check()
-        waiting = len(self._calls) - self.stats.running + len(requests)
+        # Those that a step could run at once are not said to wait: it has not begun yet.
+        waiting = len(self._calls) + len(requests) - self.config.max_num_seqs
         if waiting > self.config.max_waiting:
             raise QueueFullError(
                 f"{waiting} requests would wait and max_waiting={self.config.max_waiting}"
@@ -494,3 +497,17 @@ class Worker:
         except RuntimeError:
             # The loop is gone and nobody waits any more: end the thread.
             self._commands.put(None)
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the engine has been closed")
+
+
+def _running_loop(kind: object) -> object:
+    """The loop that runs on this thread, if it is of the same library as `kind`."""
+    try:
+        if hasattr(kind, "run_sync_soon"):
+            return sys.modules["trio"].lowlevel.current_trio_token()
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

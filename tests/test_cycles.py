@@ -79,7 +79,7 @@ async def fails_as_a_stream(session: Session) -> None:
 async def is_closed_meanwhile(session: Session) -> None:
     async def call() -> None:
         with pytest.raises(SessionClosedError):
-            await session.generate("x", max_tokens=50)
+            await session.generate("x", max_tokens=3000)
 
     async with anyio.create_task_group() as group:
         group.start_soon(call)
@@ -122,7 +122,7 @@ async def test_a_call_that_the_engine_ended_keeps_no_session() -> None:
         session = engine.session(system="s")
         gone.append(weakref.ref(session))
         with pytest.raises(AgentKVError):
-            await session.generate("x", max_tokens=5000)
+            await session.generate("x", max_tokens=3000)
 
     async with Engine(lambda _: runner) as engine:
         async with anyio.create_task_group() as group:

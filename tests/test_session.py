@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import anyio
 import pytest
@@ -12,9 +11,8 @@ from agentkv import (
     CheckpointError,
     Completion,
     ContextLengthError,
+    Engine,
     EngineClosedError,
-    EngineDeadError,
-    EngineNotOpenError,
     Message,
     NamespaceError,
     QueueFullError,
@@ -23,11 +21,10 @@ from agentkv import (
     SessionClosedError,
     Status,
     StepError,
-    WrongLoopError,
 )
 from agentkv.core.batch import Batch
-from agentkv.core.protocols import FatalRunnerError
-from agentkv.testing.witness import witness_score
+from agentkv.testing.byte_tokenizer import byte_tokenizer
+from agentkv.testing.witness import WitnessRunner, witness_score
 from tests.bench import Bench, expected, from_thread, make
 
 pytestmark = pytest.mark.anyio
@@ -226,6 +223,16 @@ async def test_rollback_and_adopt_move_the_conversation(bench: Bench) -> None:
         session.adopt(bench.engine.session(system="a", namespace="b"))
 
 
+async def test_forks_after_adopting_draw_as_no_earlier_fork_did(bench: Bench) -> None:
+    session = await bench.engine.session(messages=[1, 2, 3])
+    branch = session.fork()
+    forks = [branch.fork(), branch.fork()]
+    session.adopt(branch)
+    forks += [session.fork(), session.fork()]
+    said = [(await f.generate([4], max_tokens=12, temperature=1.0)).token_ids for f in forks]
+    assert len(set(said)) == 4
+
+
 async def test_siblings_draw_differently_and_a_seed_repeats(bench: Bench) -> None:
     session = await bench.engine.session(system=SYSTEM)
     forks = [session.fork() for _ in range(4)]
@@ -272,54 +279,80 @@ async def test_a_failed_step_fails_its_call_alone(bench: Bench) -> None:
     await session.generate("y", max_tokens=4)
 
 
-async def test_a_dead_engine_tells_every_waiter_why() -> None:
-    engine, runner = make()
-    errors: list[EngineDeadError] = []
+async def test_a_reply_that_was_whole_when_its_session_closed_is_not_kept(bench: Bench) -> None:
+    session, engine = bench.engine.session(messages=[1, 2, 3]), bench.engine
+    async with session.branches(1) as branches:
+        stream = branches[0].stream(max_tokens=3)
+        await stream.__aenter__()
+        await engine.generate([5], max_tokens=20)
+    with pytest.raises(SessionClosedError):
+        await stream.result()
+    assert branches[0].token_ids == ()
+    async with session.stream(max_tokens=3) as stream:
+        await engine.generate([5], max_tokens=20)
+        await session.aclose()
+        with pytest.raises(SessionClosedError):
+            await anext(stream)
+    await bench.settle()
+    assert engine.stats().used_blocks == 0
+    late = engine.session(messages=[1, 2, 3])
+    async with late.stream(max_tokens=3) as stream:
+        await engine.generate([5], max_tokens=20)
+        await engine.aclose()
+        with pytest.raises(EngineClosedError):
+            await stream.result()
+    assert late.token_ids == ()
 
-    def explode(batch: Batch) -> None:
-        raise FatalRunnerError("the device is gone")
 
-    runner.before_step = explode
+@pytest.mark.parametrize("use", ["warm", "score", "generate"])
+async def test_a_session_closed_while_its_text_is_handled_says_so(use: str) -> None:
+    runner = WitnessRunner(num_blocks=4096, max_context=65_536, tokenizer=byte_tokenizer())
+    async with Engine(lambda _: runner) as engine:
+        session = engine.session(messages=[Message("user", "long " * 4000)])
+        refused: list[str] = []
 
-    async def call(session: Session) -> None:
-        with pytest.raises(EngineDeadError) as caught:
-            await session.generate("x", max_tokens=4)
-        errors.append(caught.value)
+        async def call() -> None:
+            try:
+                if use == "warm":
+                    await session
+                elif use == "score":
+                    await session.score(["text"])
+                else:
+                    await session.generate()
+            except SessionClosedError:
+                refused.append(use)
 
-    async with engine:
         async with anyio.create_task_group() as group:
-            for _ in range(5):
-                group.start_soon(call, engine.session(system=SYSTEM))
-        with pytest.raises(EngineDeadError):
-            engine.session(system="x")
-    assert len({id(error) for error in errors}) == 5
-    assert all(isinstance(error.cause, FatalRunnerError) for error in errors)
+            group.start_soon(call)
+            while session.status is Status.IDLE:
+                await anyio.lowlevel.checkpoint()
+            await session.aclose()
+        assert refused == [use]
+        assert not runner.batches
 
 
-async def test_closing_ends_every_call_and_waits_no_longer_than_told() -> None:
-    engine, runner = make(close_timeout_s=0.05)
-    hung, release = threading.Event(), threading.Event()
+async def test_scoring_takes_its_turn_like_any_call() -> None:
+    runner = WitnessRunner(num_blocks=4096, max_context=65_536, tokenizer=byte_tokenizer())
+    async with Engine(lambda _: runner) as engine:
+        session = await engine.session(messages=[1, 2, 3])
+        order: list[str] = []
 
-    def hang(batch: Batch) -> None:
-        hung.set()
-        release.wait(20)
+        async def score() -> None:
+            await session.score(["long " * 4000])
+            order.append("score")
 
-    runner.before_step = hang
-    try:
-        async with engine:
-            async with anyio.create_task_group() as group:
-                group.start_soon(refused, engine.session(system=SYSTEM))
-                await anyio.to_thread.run_sync(hung.wait)
-                await engine.aclose()
-            assert engine.stats().quarantined_blocks > 0
-            await engine.aclose()
-    finally:
-        release.set()
+        async def generate() -> None:
+            await session.generate([4], max_tokens=2)
+            order.append("generate")
 
-
-async def refused(session: Session) -> None:
-    with pytest.raises(EngineClosedError):
-        await session.generate("x", max_tokens=4)
+        async with anyio.create_task_group() as group:
+            group.start_soon(score)
+            while session.status is Status.IDLE:
+                await anyio.lowlevel.checkpoint()
+            with pytest.raises(SessionBusyError):
+                session.add("meanwhile")
+            group.start_soon(generate)
+        assert order == ["score", "generate"]
 
 
 async def test_a_closed_session_says_so(bench: Bench) -> None:
@@ -331,22 +364,6 @@ async def test_a_closed_session_says_so(bench: Bench) -> None:
             use()
     with pytest.raises(SessionClosedError):
         await session.generate("x")
-
-
-async def test_an_engine_is_used_open_and_on_its_own_loop() -> None:
-    engine, _ = make()
-    with pytest.raises(EngineNotOpenError):
-        engine.session()
-    async with engine:
-        session = engine.session(system="x")
-
-        def use() -> None:
-            with pytest.raises(WrongLoopError):
-                session.fork()
-
-        await anyio.to_thread.run_sync(use)
-    with pytest.raises(EngineClosedError):
-        session.fork()
 
 
 async def test_what_can_never_fit_is_refused_at_once() -> None:

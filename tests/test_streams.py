@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import anyio
 import pytest
 
-from agentkv import Message, Session, SessionBusyError, Status
-from tests.bench import Bench, expected
+from agentkv import (
+    AgentKVError,
+    Message,
+    Session,
+    SessionBusyError,
+    Status,
+    StepError,
+    Stream,
+)
+from agentkv.core.batch import Batch
+from tests.bench import Bench, Gate, expected
 
 pytestmark = pytest.mark.anyio
 
@@ -85,28 +96,38 @@ async def test_a_session_with_an_open_stream_can_be_read_and_forked(bench: Bench
     assert session.token_ids == ids
 
 
-async def test_calls_that_waited_behind_a_stream_run_after_it(bench: Bench) -> None:
+async def test_nobody_waits_for_the_end_of_a_stream(bench: Bench) -> None:
     session = await bench.engine.session(system=SYSTEM)
     order: list[str] = []
 
     async def call(name: str) -> None:
-        await session.generate(name, max_tokens=3)
-        order.append(name)
+        try:
+            await session.generate(name, max_tokens=3)
+            order.append(name)
+        except SessionBusyError:
+            order.append(f"{name} is refused")
 
     async def read() -> None:
         async with session.stream("stream", max_tokens=10) as stream:
-            async for _ in stream:
-                pass
+            # It came before the stream was open, and its wait could be what the reader waits for.
+            await is_refused.wait()
+            await stream.result()
             order.append("stream")
 
+    async def call_last() -> None:
+        await call("last")
+        is_refused.set()
+
+    gate, is_refused = Gate(bench.runner), anyio.Event()
     async with anyio.create_task_group() as group:
-        for start in (lambda: call("first"), read, lambda: call("last")):
+        for start in (lambda: call("first"), read, call_last):
             # Each has run to its place in the queue before the next one starts.
             group.start_soon(start)
             await anyio.wait_all_tasks_blocked()
-    assert sorted(order) == ["first", "last", "stream"]
-    assert [m.content for m in session.messages if m.role == "user"] == ["first", "stream", "last"]
-    assert order == ["first", "stream", "last"]
+        gate.open()
+    assert order == ["first", "last is refused", "stream"]
+    assert [m.content for m in session.messages if m.role == "user"] == ["first", "stream"]
+    await call("next")
 
 
 async def test_a_stream_without_a_tokenizer_gives_ids(bench: Bench) -> None:
@@ -114,3 +135,99 @@ async def test_a_stream_without_a_tokenizer_gives_ids(bench: Bench) -> None:
     async with session.stream(max_tokens=6) as stream:
         ids = [token async for delta in stream for token in delta.token_ids]
     assert ids == expected(session, 6)
+
+
+@pytest.mark.parametrize("ends_by", ["stop", "result"])
+async def test_a_reader_ends_when_another_task_ends_the_stream(bench: Bench, ends_by: str) -> None:
+    session = bench.engine.session(messages=[1, 2, 3])
+    read: list[int] = []
+
+    async def reads(stream: Stream) -> None:
+        async for delta in stream:
+            read.extend(delta.token_ids)
+
+    gate = Gate(bench.runner, after_steps=5)
+    async with session.stream(max_tokens=60) as stream:
+        async with anyio.create_task_group() as group:
+            group.start_soon(reads, stream)
+            group.start_soon(reads, stream)
+            await anyio.wait_all_tasks_blocked()
+            group.start_soon(getattr(stream, ends_by))
+            gate.open()
+        done = await stream.result()
+    assert session.token_ids[3:] == done.token_ids
+    assert list(done.token_ids[: len(read)]) == read
+    assert session.status is Status.IDLE
+
+
+async def test_every_reader_of_a_failed_stream_is_told(bench: Bench) -> None:
+    session = bench.engine.session(messages=[1, 2, 3])
+    errors: list[Exception] = []
+
+    async def waits(stream: Stream) -> None:
+        try:
+            await stream.result()
+        except AgentKVError as error:
+            errors.append(error)
+
+    def explode(batch: Batch) -> None:
+        raise RuntimeError("boom")
+
+    gate = Gate(bench.runner, after_steps=5)
+    async with session.stream(max_tokens=60) as stream, anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(waits, stream)
+        await anyio.wait_all_tasks_blocked()
+        bench.runner.before_step = explode
+        gate.open()
+    assert [type(error) for error in errors] == [StepError] * 3
+    assert len({id(error) for error in errors}) == 3
+    assert session.token_ids == ()
+
+
+async def test_a_cancelled_read_takes_nothing_away(bench: Bench) -> None:
+    session = bench.engine.session(messages=[1, 2, 3])
+    gate = Gate(bench.runner, after_steps=5)
+    read: list[int] = []
+    async with session.stream(max_tokens=30) as stream:
+        while len(read) < 5:
+            read += (await anext(stream)).token_ids
+        with anyio.move_on_after(0.001) as scope:
+            await anext(stream)
+        assert scope.cancelled_caught
+        gate.open()
+        async for delta in stream:
+            read += delta.token_ids
+    assert read == expected(session, 30)
+
+
+async def test_a_late_reader_is_out_of_time_even_if_the_reply_is_whole(bench: Bench) -> None:
+    session = bench.engine.session(messages=[1, 2, 3])
+    for is_read in (True, False):
+        async with session.stream(max_tokens=5, timeout=0.05) as stream:
+            await bench.engine.generate([5], max_tokens=20)
+            await anyio.sleep(0.06)
+            with pytest.raises(TimeoutError):
+                await (anext(stream) if is_read else stream.result())
+        assert session.token_ids == ()
+    late = session.stream(max_tokens=5, timeout=0.01)
+    await anyio.sleep(0.02)
+    with pytest.raises(TimeoutError):
+        await late.__aenter__()
+    assert session.status is Status.IDLE
+
+
+async def test_a_stop_token_has_no_text_however_late_the_loop_is_told(bench: Bench) -> None:
+    plain = await bench.engine.session(system=SYSTEM).generate("go", max_tokens=30)
+    stop_id = next(token for token in plain.token_ids[10:] if 33 <= token < 127)
+    session, text = bench.engine.session(system=SYSTEM), ""
+    async with session.stream("go", max_tokens=30, stop_token_ids=[stop_id]) as stream:
+        async for delta in stream:
+            text += delta.text
+            # The step thread is ahead of the loop, which learns of the end only afterwards.
+            time.sleep(0.01)  # noqa: ASYNC251
+        done = await stream.result()
+    assert done.stop_reason == stop_id
+    assert done.token_ids[-1] == stop_id
+    assert text == done.text
+    assert not text.endswith(chr(stop_id))

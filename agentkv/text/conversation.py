@@ -66,8 +66,13 @@ class Conversation:
     @property
     def num_chars(self) -> int:
         """Characters of all messages, and raw ids that are not answered yet."""
-        raw = sum(len(span.ids) for span in self.spans[self.num_answered_spans :])
+        raw = sum(len(span.ids) for span in self.new_spans)
         return raw + sum(len(message.content) for message in self.messages)
+
+    @property
+    def new_spans(self) -> tuple[Span, ...]:
+        """Spans of raw ids since the last reply."""
+        return self.spans[self.num_answered_spans :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +261,7 @@ def check_size(tokenizer: ChatTokenizer | None, conversation: Conversation, limi
         ContextLengthError: it cannot fit in `limit` tokens.
         ChatTemplateError: there are messages and no tokenizer.
     """
-    spans = conversation.spans[conversation.num_answered_spans :]
+    spans = conversation.new_spans
     num_raw = sum(len(span.ids) for span in spans)
     if num_raw > limit:
         raise ContextLengthError(num_raw, limit)

@@ -264,7 +264,7 @@ async def long_score(world: World) -> None:
 
 
 async def wait_in_line(world: World) -> None:
-    """A stream, a warming and a score wait for a turn of their session."""
+    """A warming, a score and a stream wait for a turn of their session."""
     one = await world.open()
 
     async def first() -> None:
@@ -278,7 +278,7 @@ async def wait_in_line(world: World) -> None:
         group.start_soon(first)
         # By now the first call has the session, at the same moment of the loop's clock.
         await anyio.sleep(0.001)
-        await world.disturbed(one.stream([2], 3), one.warm(), score())
+        await world.disturbed(one.warm(), score(), one.stream([2], 3))
 
 
 async def open_engine(world: World) -> None:
