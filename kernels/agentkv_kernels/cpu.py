@@ -3,7 +3,8 @@
 A shared run is one call of torch's fused kernel for all rows under it: its keys are read in place
 where the run's blocks are neighbours in the cache, else gathered once. Private tails of decode rows
 are gathered in batches of similar length. A prefill chunk is one call over what precedes it and a
-causal one over itself, or bands of rows where a window hides keys.
+causal one over itself, or bands of rows where a window hides keys. What that kernel cannot do, a
+soft-cap, is done by products in float32 (partials.py).
 
 Tried on a machine of two AVX-512 cores, as ratios of interleaved runs in bfloat16, and left out:
 products with the scores written out (two to three times this module's time; 1.0 to 1.4 times in
@@ -106,8 +107,7 @@ def _read_chunk(
 ) -> list[Partial]:
     """Each band's tokens; the heads of a KV head lie in the batch, since masks are by token."""
     query = rows[chunk.rows].permute(1, 2, 0, 3)  # [G, Hkv, n, Dk]
-    group = query.shape[0]
-    key, value = (_take(cache, chunk.keys).expand(group, -1, -1, -1) for cache in (keys, values))
+    key, value = (_take(cache, chunk.keys) for cache in (keys, values))
     partials = []
     for band in chunk.bands:
         out, lse = attend(

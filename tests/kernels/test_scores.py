@@ -177,16 +177,32 @@ def test_merging_in_any_order_equals_one_softmax() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_caches_accumulate_in_float32(path: Attention, dtype: torch.dtype) -> None:
-    scenario = random_tree(8, num_rows=5, max_query=3, max_segment_blocks=20)
-    k_cache, v_cache = scenario.caches(1, 16, dtype=dtype)
-    query = torch.randn(sum(scenario.query_lens), 2, 16, dtype=dtype)
-    out = path(query, k_cache, v_cache, scenario.plan(), scale=0.25)
+@pytest.mark.parametrize("dims", [(16, 16), (16, 8), (8, 24)])
+@pytest.mark.parametrize("window", [None, 20])
+def test_half_precision_caches_accumulate_in_float32(
+    path: Attention, dtype: torch.dtype, dims: tuple[int, int], window: int | None
+) -> None:
+    scenario = random_tree(8, num_rows=5, max_query=30, max_segment_blocks=20)
+    k_cache, v_cache = scenario.caches(2, dims[0], value_dim=dims[1], dtype=dtype)
+    query = torch.randn(sum(scenario.query_lens), 4, dims[0], dtype=dtype)
+    out = path(query, k_cache, v_cache, scenario.plan(), scale=0.25, window=window)
     exact = reference.paged_attention(
-        query, k_cache, v_cache, scenario.plan(), scale=0.25, dtype=torch.float64
+        query, k_cache, v_cache, scenario.plan(), scale=0.25, window=window, dtype=torch.float64
     )
     assert out.dtype == dtype
     torch.testing.assert_close(out, exact, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_queries_may_be_more_exact_than_the_caches(path: Attention) -> None:
+    scenario = random_tree(8, num_rows=5, max_query=30, max_segment_blocks=20)
+    k_cache, v_cache = scenario.caches(2, 16, dtype=torch.bfloat16)
+    query = torch.randn(sum(scenario.query_lens), 4, 16)
+    out, exact = (
+        each(query, k_cache, v_cache, scenario.plan(), scale=0.25)
+        for each in (path, reference.paged_attention)
+    )
+    torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("path", PATHS)
