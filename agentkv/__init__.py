@@ -29,9 +29,19 @@ from .errors import (
     UntrustedModelError,
     WrongLoopError,
 )
-from .messages import Completion, Delta, EngineStats, Message, TokenLogprob, Usage
+from .messages import (
+    Completion,
+    Delta,
+    EngineStats,
+    FinishReason,
+    Message,
+    TokenLogprob,
+    Usage,
+)
+from .prompt import Prompt
 from .session import Session, Status
 from .stream import Stream
+from .text.tokenizer import ChatTokenizer
 
 __version__ = "0.1.0"
 
@@ -39,6 +49,7 @@ __all__ = [
     "AgentKVError",
     "CapacityError",
     "ChatTemplateError",
+    "ChatTokenizer",
     "Checkpoint",
     "CheckpointError",
     "Completion",
@@ -51,6 +62,7 @@ __all__ = [
     "EngineError",
     "EngineNotOpenError",
     "EngineStats",
+    "FinishReason",
     "GenerateOptions",
     "InvalidOptionError",
     "Message",
@@ -58,6 +70,7 @@ __all__ = [
     "ModelInfo",
     "NamespaceError",
     "OutOfBlocksError",
+    "Prompt",
     "QueueFullError",
     "RequestError",
     "Runner",

@@ -132,6 +132,10 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
         check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS, optional=False)
         check_flag("logprobs", self.logprobs)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidOptionError(
+                f"top_logprobs={self.top_logprobs} needs logprobs=True; it is False"
+            )
         check_flag("ignore_eos", self.ignore_eos)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidOptionError(

@@ -205,15 +205,17 @@ class Engine:
         *,
         n: int = 1,
         system: str | None = None,
+        namespace: str | None = None,
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
         """A single reply without a session of its own; `n` replies share the prompt's KV.
 
-        With `n` above 1, `Completion.samples` has them all. Raises as `Session.generate` does.
+        `system` and `namespace` are those of `session`. With `n` above 1, `Completion.samples` has
+        them all. Raises as `Session.generate` does.
         """
         check_integer("n", n, 1, self._opened().config.max_num_seqs, optional=False)
-        async with self.session(system=system) as session:
+        async with self.session(system=system, namespace=namespace) as session:
             return await session._generate(prompt, n, timeout, options)
 
     def stats(self) -> EngineStats:

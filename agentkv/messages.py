@@ -71,7 +71,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     `text` is cut before a stop string; `token_ids` keeps every sampled id, those that completed the
     stop included. `stop_reason` is the stop string or the stop token's id where one ended the
     reply. `logprobs` has one entry a sampled token when asked for. `samples` holds all replies of a
-    call with `n`, this one first.
+    call with `n`, this one first, each with the usage of its own.
     """
 
     text: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -40,9 +41,9 @@ def parse_options(host: Host, options: GenerateOptions) -> SamplingOptions:
     if isinstance(stop := given.get("stop"), str):
         given["stop"] = (stop,)
     for name in ("stop", "stop_token_ids"):
-        values = given.get(name)
-        if isinstance(values, list) and len(values) <= MAX_STOPS:
-            given[name] = tuple(values)
+        values: Any = given.get(name)  # Any: whatever was given
+        if is_list(values) and not isinstance(values, str) and len(values) <= MAX_STOPS:
+            given[name] = tuple(values.tolist() if isinstance(values, np.ndarray) else values)
     bias = given.get("logit_bias")
     if isinstance(bias, Mapping) and len(bias) <= MAX_LOGIT_BIAS:
         # The step thread reads it while the caller may go on changing theirs.

@@ -192,8 +192,8 @@ class Session:
 
         return Stream(self._host, begin, self._commit, self._end, timeout)
 
-    def add(self, *messages: Message | str) -> None:
-        """Append messages (text: a user's) without computing anything.
+    def add(self, *messages: Prompt) -> None:
+        """Append messages (text: a user's; a list: of messages or ids) and compute nothing.
 
         Raises:
             SessionBusyError: a call runs or waits.

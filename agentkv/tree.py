@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+MAX_INDENTS = 32
+
+
 async def draw_tree(host: Host) -> str:
     """Lines of text: each session under the one it was forked from, with its blocks.
 
-    "shared" counts blocks that another session's state holds too.
+    "shared" counts blocks that another session's state holds too. Forks deeper than MAX_INDENTS are
+    drawn under one another at the same place.
     """
     sessions = [session for session in host.sessions.values() if isinstance(session, Session)]
     snapshots = [session._state.snapshot for session in sessions]
@@ -35,12 +39,16 @@ async def draw_tree(host: Host) -> str:
         index, indent, is_last = stack.pop()
         session, table = sessions[index], tables[index]
         shared = sum(holders[block] > 1 for block in table)
-        label = session.id if session.name is None else f"{session.id} {session.name}"
+        # A name is the user's text: a line break in it must not look like another session.
+        name = "" if session.name is None else f" {_one_line(session.name)}"
+        num_tokens = len(session._state.snapshot.ids)
         lines.append(
-            f"{indent}{'└─' if is_last else '├─'} {label}: {len(session._state.snapshot.ids)} "
-            f"tokens, {shared} shared + {len(table) - shared} own blocks"
+            f"{indent}{'└─' if is_last else '├─'} {session.id}{name}: {num_tokens} tokens, "
+            f"{shared} shared + {len(table) - shared} own blocks"
         )
         deeper = indent + ("   " if is_last else "│  ")
+        if len(deeper) > 3 * MAX_INDENTS:
+            deeper = indent
         below = children.get(session.id, [])
         stack += [(child, deeper, last) for child, last in _reversed_with_last(below)]
     return "\n".join(lines)
@@ -48,3 +56,7 @@ async def draw_tree(host: Host) -> str:
 
 def _reversed_with_last(indices: Sequence[int]) -> list[tuple[int, bool]]:
     return [(index, at == 0) for at, index in enumerate(reversed(indices))]
+
+
+def _one_line(name: str) -> str:
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in name)

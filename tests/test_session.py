@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import anyio
+import numpy as np
 import pytest
 
 from agentkv import (
@@ -24,7 +25,7 @@ from agentkv import (
 )
 from agentkv.core.batch import Batch
 from agentkv.testing.byte_tokenizer import byte_tokenizer
-from agentkv.testing.witness import WitnessRunner, witness_score
+from agentkv.testing.witness import WitnessRunner, witness_reply, witness_score
 from tests.bench import Bench, expected, from_thread, make
 
 pytestmark = pytest.mark.anyio
@@ -426,3 +427,28 @@ async def test_the_tree_shows_who_was_forked_from_whom(bench: Bench) -> None:
     assert "root" in lines[1]
     assert "child" in lines[2]
     assert "shared" in lines[2]
+
+
+async def test_the_tree_of_deep_forks_stays_narrow_and_a_name_is_one_line(bench: Bench) -> None:
+    sessions = [bench.engine.session(messages=[1, 2], name="two\nlines\x1b[31m")]
+    for _ in range(500):
+        sessions.append(sessions[-1].fork())
+    picture = await bench.engine.tree()
+    assert "two\\nlines\\x1b[31m" in picture
+    assert len(picture.splitlines()) == 502
+    assert max(map(len, picture.splitlines())) < 200
+
+
+async def test_one_shot_replies_keep_to_their_namespace(bench: Bench) -> None:
+    ids = list(range(64))
+    for namespace, cached in ((None, 0), (None, 48), ("other", 0), ("other", 48)):
+        reply = await bench.engine.generate(ids, namespace=namespace, max_tokens=2)
+        assert reply.usage.cached_tokens == cached
+
+
+async def test_stop_ids_may_be_any_sequence(bench: Bench) -> None:
+    first = witness_reply([1, 2, 3], 1)[0]
+    for ids in (range(first, first + 1), np.array([first]), [first], (first,)):
+        session = bench.engine.session(messages=[1, 2, 3])
+        reply = await session.generate(stop_token_ids=ids, max_tokens=4)  # type: ignore[arg-type]  # NumPy's too
+        assert (reply.finish_reason, reply.token_ids) == ("stop", (first,))

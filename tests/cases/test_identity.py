@@ -154,7 +154,7 @@ def caches_of(runner: ModelRunner) -> list[torch.Tensor]:
 STATES: dict[str, Callable[[Session], object]] = {
     "empty": lambda session: None,
     "with a message": lambda session: session.add("hello"),
-    "with one id": lambda session: session.add([256]),  # type: ignore[arg-type]  # ids are taken
+    "with one id": lambda session: session.add([256]),
 }
 
 

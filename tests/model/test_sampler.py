@@ -28,6 +28,7 @@ def spec(uniform: float = 0.5, **fields: Any) -> SampleSpec:  # Any: options of 
     extra = {name: fields.pop(name) for name in ("banned_ids", "mask") if name in fields}
     prompt = np.asarray(fields.pop("prompt_ids", NO_IDS), np.int32)
     output = np.asarray(fields.pop("output_ids", NO_IDS), np.int32)
+    fields.setdefault("logprobs", "top_logprobs" in fields)
     return SampleSpec(SamplingOptions(**fields), uniform, prompt, output, **extra)
 
 

@@ -40,7 +40,7 @@ LEAST = {
 NEVER_WAIT = {
     "await self.aclose()",
     "await self._finalize()",
-    "async with self.session(system=system) as session:",
+    "async with self.session(system=system, namespace=namespace) as session:",
 }
 # An await on a loop that comes after the scenario's own; tests/test_loops.py goes there.
 ON_ANOTHER_LOOP = {"has_ended = await anyio.to_thread.run_sync(wait, abandon_on_cancel=True)"}

@@ -210,7 +210,7 @@ def test_text_that_a_normalizer_turns_into_a_control_token_stays_text(
     written = byte_tokenizer().backend.to_str()
     flags = [f'"normalized":{str(flag).lower()}' for flag in (False, is_normalized)]
     assert written.count(flags[0]) == len(SPECIAL_TOKENS)
-    backend = Tokenizer.from_str(written.replace(*flags))
+    backend = Tokenizer.from_str(written.replace(flags[0], flags[1]))
     backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer = ChatTokenizer(backend, chat_template=byte_tokenizer().chat_template)
     ids = tokenizer.encode_chat([Message("user", text)], add_generation_prompt=False)
