@@ -133,7 +133,7 @@ def test_no_look_up_of_many_crosses_a_namespace(num_hashes: int | None) -> None:
     )
     owner: dict[int, str] = {}
     hits = 0
-    for _ in range(20_000):
+    for _ in range(8_000):
         namespace = rng.choice("abcd")
         words = [bytes(rng.choices(b"xy", k=2)) for _ in range(3)]
         table = BlockTable()
@@ -144,5 +144,5 @@ def test_no_look_up_of_many_crosses_a_namespace(num_hashes: int | None) -> None:
         memory.commit(table, 6, namespace, words.__getitem__)
         owner.update(dict.fromkeys(table.block_ids, namespace))
         memory.release(table)
-    assert hits > 1000
+    assert hits > 500
     memory.check([])

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from agentkv import Session, SessionClosedError, Status
-from agentkv.config import EngineConfig, SamplingOptions
 from agentkv.core.batch import Batch
-from agentkv.core.core import Core
-from agentkv.core.sequence import Finished, Request, Snapshot, TokenIds
 from agentkv.errors import StepError
-from agentkv.model.compatibility import check_model, context_limit
-from agentkv.model.runner import ModelRunner
 from agentkv.testing.driver import CoreDriver
-from agentkv.testing.tiny_models import tiny_model
 from tests.bench import Bench, expected, make
 
 X, Y, P = [1] * 9, [2] * 13, [7, 8, 9] * 4
@@ -101,54 +94,6 @@ def test_diverging_forks_copy_their_partial_block_once_and_no_stale_copy_happens
     driver.verify(back)
     assert sum(len(batch.copies) for batch in driver.runner.batches) == copied
     driver.verify_idle([parent.snapshot, own.snapshot, back.snapshot])
-
-
-def test_the_prefix_that_forks_share_neither_grows_nor_changes_in_a_real_model() -> None:
-    """MemTensor/MemOS#2301, physical-ai-studio#239: a cache that was only read grew every time."""
-    model = tiny_model("llama")
-    runner = ModelRunner(
-        model,
-        check_model(model),
-        config=EngineConfig(block_size=4, num_blocks=64),
-        max_context=context_limit(model),
-    )
-    core = Core(runner, EngineConfig(block_size=4, max_num_seqs=16, max_batch_tokens=80))
-    prompt = [8 + 3 * at % 200 for at in range(18)]
-    base = finish(core, Request(Snapshot(TokenIds.EMPTY), prompt, kind="warm"))
-    assert base.table is not None
-    block_ids = list(base.table.block_ids)
-
-    def content() -> list[torch.Tensor]:
-        filled = [cache[block_ids].transpose(1, 2).flatten(0, 1) for cache in caches_of(runner)]
-        return [cache[:17].clone() for cache in filled]
-
-    before = content()
-    replies = []
-    for _ in range(5):
-        greedy = SamplingOptions(temperature=0.0)
-        request = Request(base, [9, 10], max_new_tokens=6, options=greedy)
-        core.release(finish(core, request))
-        replies.append(request.output_ids)
-        assert (base.table.block_ids, base.table.num_tokens) == (block_ids, 17)
-        assert all(map(torch.equal, content(), before))
-    assert len(set(map(tuple, replies))) == 1
-    core.close()
-
-
-def finish(core: Core, request: Request) -> Snapshot:
-    """The snapshot that a request ends with."""
-    core.submit(request)
-    while core.has_work:
-        core.step()
-        core.check()
-    assert isinstance(request.outcome, Finished)
-    assert request.outcome.snapshot is not None
-    return request.outcome.snapshot
-
-
-def caches_of(runner: ModelRunner) -> list[torch.Tensor]:
-    """K and V of all layers, each [num_blocks, num_heads, block_size, head_dim]."""
-    return [cache for layer in runner._cache.layers for cache in layer]
 
 
 STATES: dict[str, Callable[[Session], object]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Generator
@@ -30,7 +29,6 @@ async def test_a_reader_that_goes_between_two_tokens_gives_its_blocks_back_in_a_
     ids, used = session.token_ids, bench.engine.stats().used_blocks
     gate = Gate(bench.runner, after_steps=3)
     await leave(session, leaving, gate)
-    gc.collect()
     steps = bench.runner.num_steps
     gate.open()
     await bench.settle()

@@ -200,7 +200,7 @@ async def test_sessions_leave_nothing_for_the_collector(bench: Bench) -> None:
     gc.disable()
     try:
         before = len(gc.get_objects())
-        await open_and_close(10_000, 200)
+        await open_and_close(3_000, 200)
         left = len(gc.get_objects()) - before
     finally:
         gc.enable()

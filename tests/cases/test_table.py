@@ -72,7 +72,7 @@ ENTRIES: dict[int, Entry] = {
     ),
     20: _cases(
         "MemOS#2301",
-        "identity",
+        "models",
         "test_the_prefix_that_forks_share_neither_grows_nor_changes_in_a_real_model",
     ),
     22: _cases(
@@ -116,9 +116,8 @@ ENTRIES: dict[int, Entry] = {
         "vllm#5543",
         "answers",
         "test_200_prompts_answer_from_the_cache_as_they_do_cold",
-        "test_logits_after_200_prompts_are_those_of_a_cold_run",
     ),
-    40: _cases("vllm#936", "answers", "test_nan_in_every_slot_that_holds_nothing_changes_no_reply"),
+    40: _cases("vllm#936", "models", "test_nan_in_every_slot_that_holds_nothing_changes_no_reply"),
     42: Entry(
         "vllm#47671",
         "kernels/test_offsets.py",
@@ -130,13 +129,13 @@ ENTRIES: dict[int, Entry] = {
     ),
     44: _cases(
         "hf#25306",
-        "answers",
+        "models",
         "test_a_long_sequence_leaves_no_trace_in_the_positions_of_later_ones",
         "test_positions_that_are_not_known_to_be_served_right_are_refused_at_load",
     ),
     46: _cases(
         "hf#45943",
-        "answers",
+        "models",
         "test_the_users_model_works_as_before_while_and_after_an_engine_runs_it",
         "test_replies_of_consecutive_batches_go_to_those_who_asked",
     ),
@@ -209,7 +208,7 @@ ENTRIES: dict[int, Entry] = {
         "test_empty_prompts_have_one_outcome_with_a_bos_and_without",
         "test_a_template_that_renders_to_nothing_is_refused_or_has_tokens",
     ),
-    78: _cases("vllm#890", "input", "test_a_tiny_temperature_tends_to_greedy"),
+    78: _cases("vllm#890", "models", "test_a_tiny_temperature_tends_to_greedy"),
     80: _cases("vllm#15041", "input", "test_names_are_labels_and_ids_are_never_used_twice"),
     82: _cases(
         "local-inference-lab/vllm#266",

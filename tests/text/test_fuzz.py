@@ -23,7 +23,7 @@ from agentkv.text.detokenizer import DetokenizerSource
 from agentkv.text.stopping import ReplyText, StopMatcher
 from agentkv.text.tokenizer import ChatTokenizer
 
-FUZZ = settings(derandomize=True, deadline=None, max_examples=300)
+FUZZ = settings(derandomize=True, deadline=None, max_examples=200)
 BYTES = byte_tokenizer()
 IDS = st.lists(st.one_of(st.integers(0, 259), st.sampled_from(list("é😀ab".encode()))), max_size=40)
 # Few letters, of one to four bytes, so that stops overlap themselves and one another.
@@ -187,7 +187,7 @@ def with_template(source: str) -> ChatTokenizer:
     return ChatTokenizer(BYTES.backend, chat_template=source, bos_token="<|bos|>")
 
 
-@settings(FUZZ, max_examples=400)
+@settings(FUZZ, max_examples=200)
 @given(st.sampled_from(TEMPLATES), TURNS)
 def test_a_turn_keeps_stored_ids_or_encodes_anew_and_users_write_no_control_token(
     source: str, turns: list[tuple[list[Message], str, bool]]
@@ -233,7 +233,7 @@ def test_a_first_turn_has_the_ids_of_its_whole_rendering(
 SOURCES = st.text(alphabet="{}%|[]()'\"._-+*~# abmxif01\n", max_size=60)
 
 
-@settings(FUZZ, max_examples=500)
+@settings(FUZZ, max_examples=300)
 @given(SOURCES)
 @example("{{ messages[0] }}{#")
 @example("{% for m in messages %}")
