@@ -17,8 +17,9 @@ from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
-# Weights are rounded to 16 bits before they meet the values, and so is the result.
-TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# In standard deviations of the result, since that of many keys is small. Weights are rounded to 16
+# bits before they meet the values, and so is the result.
+TOLERANCES = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # The interpreter adds and multiplies bfloat16 wrongly.
 DTYPES = [
     torch.float32,
@@ -53,6 +54,12 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scenario: Scenario) -> T
     return launch.paged_attention(query, keys, values, scenario.plan(), scale=0.125)
 
 
+def assert_close(out: Tensor, expected: Tensor, dtype: torch.dtype = torch.float16) -> None:
+    tolerance = TOLERANCES[dtype]
+    atol = tolerance * float(expected.float().std())
+    torch.testing.assert_close(out, expected, atol=atol, rtol=tolerance)
+
+
 def check(
     scenario: Scenario,
     device: torch.device,
@@ -76,8 +83,7 @@ def check(
         scenario.plan(), scale=dims[0] ** -0.5, window=window, softcap=softcap,
         sinks=None if sinks is None else sinks.to(device),
     )  # fmt: skip
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+    assert_close(out.cpu().double(), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -193,7 +199,7 @@ def test_tensors_that_are_misaligned_or_not_contiguous(
     query = query_of(sum(scenario.query_lens), 6, 64, torch.float16).to(device)
     expected = attend(query, keys, values, scenario)
     out = attend(place(query), place(keys), place(values), scenario)
-    torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
+    assert_close(out, expected)
 
 
 def test_output_may_lie_anywhere(device: torch.device) -> None:
@@ -205,4 +211,4 @@ def test_output_may_lie_anywhere(device: torch.device) -> None:
     expected = attend(query, keys, values, scenario)
     out = query.new_full((5, 6, 67), torch.nan)[..., 1:65]
     tile_attention.paged_attention(query, keys, values, scenario.plan(), scale=0.125, out=out)
-    torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
+    assert_close(out, expected)
