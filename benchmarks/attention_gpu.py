@@ -39,12 +39,16 @@ TARGETS = ((256 << 20, 0.8), (32 << 20, 0.6))
 
 
 class Shape(NamedTuple):
-    """Query heads, KV heads, head dim; decode rows over a shared prefix, and own tokens each."""
+    """Query heads, KV heads, head dim; decode rows over a shared prefix, and own tokens each.
+
+    The prefix is a chain of `depth` segments, and half the rows leave it at the end of each.
+    """
 
     heads: tuple[int, int, int]
     rows: int
     shared: int
     own: int
+    depth: int = 1
 
 
 LLAMA, QWEN = (32, 8, 128), (28, 4, 128)
@@ -55,6 +59,7 @@ SHAPES = [
     Shape(LLAMA, 16, 32768, 4096),
     Shape(LLAMA, 256, 2048, 128),
     Shape(LLAMA, 1, 0, 32768),
+    Shape(LLAMA, 64, 8192, 256, 4),
     Shape(LLAMA, 8, 1024, 1),
     Shape((9, 3, 64), 32, 2048, 64),
     Shape(QWEN, 64, 8192, 256),
@@ -64,7 +69,7 @@ SHAPES = [
     Shape((14, 2, 64), 64, 4096, 128),
 ]
 BREAK_EVEN_ROWS, BREAK_EVEN_TOKENS = (2, 4, 8, 16, 64), (64, 128, 256, 512, 1024, 2048)
-REHEARSED = [Shape((4, 2, 16), 3, 64, 16), Shape((4, 2, 16), 2, 0, 20)]
+REHEARSED = [Shape((4, 2, 16), 4, 64, 16, 2), Shape((4, 2, 16), 2, 0, 20)]
 
 
 @triton.jit
@@ -149,16 +154,24 @@ def read_speed(bench: Bench) -> float:
     return best
 
 
-def fan(shape: Shape) -> Scenario:
-    """Decode rows over one prefix, each with `own` tokens behind it and room for a block more."""
-    prefix = list(range(shape.shared // BLOCK_SIZE))
+def tree(shape: Shape) -> Scenario:
+    """Decode rows on a chain of segments, each with own tokens and room for a block more."""
+    level = shape.shared // BLOCK_SIZE // shape.depth
+    prefix = list(range(level * shape.depth))
+    members = [shape.rows >> depth for depth in range(shape.depth)]
     each = -(-shape.own // BLOCK_SIZE) + 1
-    tables = [
-        [*prefix, *range(len(prefix) + row * each, len(prefix) + (row + 1) * each)]
-        for row in range(shape.rows)
-    ]
-    segments = [TreeSegment(None, 0, tuple(prefix), tuple(range(shape.rows)))] if prefix else []
-    lengths = [shape.shared + shape.own] * shape.rows
+    tables, lengths, segments = [], [], []
+    for row in range(shape.rows):
+        shared = level * sum(row < count for count in members)
+        first = len(prefix) + row * each
+        tables.append([*prefix[:shared], *range(first, first + each)])
+        lengths.append(shared * BLOCK_SIZE + shape.own)
+    for depth, count in enumerate(members):
+        blocks = tuple(prefix[depth * level : (depth + 1) * level])
+        if count > 1 and blocks:
+            parent = depth - 1 if depth else None
+            start = depth * level * BLOCK_SIZE
+            segments.append(TreeSegment(parent, start, blocks, tuple(range(count))))
     num_blocks = len(prefix) + shape.rows * each
     return Scenario(BLOCK_SIZE, [1] * shape.rows, lengths, tables, segments, num_blocks)
 
@@ -170,7 +183,7 @@ class Layers:
         self.shape, self.bench = shape, bench
         num_q_heads, num_kv_heads, dim = shape.heads
         self.dtype = torch.float32 if bench.is_rehearsal else torch.bfloat16
-        self.scenario = fan(shape)
+        self.scenario = tree(shape)
         tokens = shape.shared + shape.rows * shape.own
         self.kv_bytes = 2 * tokens * num_kv_heads * dim * self.dtype.itemsize
         num_layers = 1 if bench.is_rehearsal else 1 + COLD_BYTES // self.kv_bytes
@@ -205,14 +218,16 @@ class Layers:
     def check(self) -> None:
         """Shared equals flat, and the first rows equal the reference."""
         tree, flat = (self.attend(self.plan(share=share)).float() for share in (True, False))
-        torch.testing.assert_close(tree, flat, atol=2e-2, rtol=2e-2)
+        # The mean of many values is small: the error is measured by its spread.
+        atol = 3e-2 * float(flat.std())
+        torch.testing.assert_close(tree, flat, atol=atol, rtol=3e-2)
         keys, values = self.caches[0]
         plan = self.plan(share=False, rows=4)
         expected = reference.paged_attention(
             self.query[: plan.num_rows].float(), keys, values, plan,
             scale=self.shape.heads[2] ** -0.5,
         )  # fmt: skip
-        torch.testing.assert_close(tree[: plan.num_rows], expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(tree[: plan.num_rows], expected, atol=atol, rtol=3e-2)
 
     def seconds(self, *, share: bool) -> float:
         """Time of attention in one layer, its keys and values cold."""
@@ -255,7 +270,7 @@ def measure(shape: Shape, bench: Bench, bytes_per_s: float) -> dict[str, object]
         "shared_us": shared * 1e6,
         "flat_us": flat * 1e6,
         "floor_us": layers.kv_bytes / bytes_per_s * 1e6,
-        "byte_ratio": shape.rows * (shape.shared + shape.own) / unique,
+        "byte_ratio": sum(layers.scenario.kv_lens) / unique,
         "fraction_of_read": fraction,
         "target": target,
         "is_met": None if target is None else fraction >= target,
@@ -300,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = measure(shape, bench, speed)
         lines.append(line)
         print(
-            f"{shape.heads!s:15} {shape.rows:4} {shape.shared:6} {shape.own:5} "
+            f"{shape.heads!s:15} {shape.rows:4} {shape.shared:6} {shape.own:5} {shape.depth:5} "
             f"{int(str(line['kv_bytes'])) / 1e6:6.1f} {line['shared_us']:10.1f} "
             f"{line['flat_us']:9.1f} {line['floor_us']:9.1f} {line['fraction_of_read']:6.0%} "
             f"{line['host_us']:9.1f}" + ("  below its target" if line["is_met"] is False else "")
