@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...session import Session
+from ...session import Session, Status
 from ..witness import witness_reply
 
 __all__ = ["Ending", "Held"]
@@ -41,6 +41,7 @@ class Held:
     def take(self, other: Held) -> None:
         """Adopt the session of `other`."""
         self.session.adopt(other.session)
+        assert other.session.status is Status.CLOSED, "an adopted session stays open"
         self.ids, self.pending = other.ids, other.pending
 
     def commit(self, new_ids: list[int]) -> None:
