@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ..errors import ModelError, UntrustedModelError
+from ..text.backend import backend_faults
 from ..text.tokenizer import ChatTokenizer
 
 __all__ = ["TokenizerFiles", "load_tokenizer", "read_json"]
@@ -102,7 +103,8 @@ def _read_folder(folder: Path, *, allow_remote_code: bool) -> TokenizerFiles:
         return _through_transformers(folder, allow_remote_code=allow_remote_code)
     named = read_json(folder / "special_tokens_map.json") or {}
     special = {name: settings.get(name) or named.get(name) for name in _SPECIAL_NAMES}
-    ids = settings.get("eos_token_ids") or ()
+    ids = settings.get("eos_token_ids")
+    ids = ids if isinstance(ids, list) else ()
     return TokenizerFiles(
         _backend_from(folder / "tokenizer.json"),
         _folder_template(folder, settings),
@@ -151,10 +153,8 @@ def _pick_template(template: object) -> str | None:
 def _backend_from(path: Path) -> Tokenizer:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ModelError(f"{path} has {path.stat().st_size} bytes, too many for a tokenizer")
-    try:
+    with backend_faults(lambda e: ModelError(f"{path} is not a sound tokenizer.json: {e}")):
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception for every fault in the file
-        raise ModelError(f"{path} is not a sound tokenizer.json: {error}") from error
 
 
 def _copy(backend: Tokenizer) -> Tokenizer:

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from ..errors import RequestError
+from .backend import backend_faults
+
 __all__ = ["Detokenizer", "DetokenizerSource", "byte_alphabet"]
 
 
@@ -129,7 +132,8 @@ class _WindowDetokenizer:
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._backend.decode(ids, skip_special_tokens=True))
+        with backend_faults(lambda error: RequestError("the tokenizer cannot decode these ids")):
+            return str(self._backend.decode(ids, skip_special_tokens=True))
 
 
 def byte_alphabet() -> dict[int, str]:

@@ -20,6 +20,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from ..errors import ChatTemplateError, ContextLengthError, RequestError
+from .backend import backend_faults
 from .budget import check_unhurried
 from .rendering import Piece
 
@@ -228,10 +229,8 @@ def _encode(
     backend: Tokenizer, text: str, add_special_tokens: bool, limit: int | None
 ) -> list[int]:
     # encode_batch_fast lets other threads run; encode would hold the interpreter all the time.
-    try:
+    with backend_faults(lambda error: RequestError("the tokenizer cannot encode this text")):
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    except Exception as error:  # the backend raises bare Exception
-        raise RequestError("the tokenizer cannot encode this text") from error
     if limit is not None and len(encoding) > limit:
         raise ContextLengthError(len(encoding), limit)
     ids: list[int] = encoding.ids

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from ..errors import ChatTemplateError, ContextLengthError, RequestError
 from ..messages import Message
+from .backend import backend_faults
 from .detokenizer import Detokenizer, DetokenizerSource
 from .plain import PlainBackend
 from .rendering import Part, Piece, render_parts
@@ -118,10 +119,9 @@ class ChatTokenizer:
         Raises:
             RequestError: an id is no integer from 0 to 2**32 - 1.
         """
-        try:
+        message = f"token ids must be integers from 0 to {2**32 - 1}"
+        with backend_faults(lambda error: RequestError(message)):
             return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
-        except (OverflowError, TypeError):
-            raise RequestError(f"token ids must be integers from 0 to {2**32 - 1}") from None
 
     def detokenizer(self) -> Detokenizer:
         """A detokenizer at the beginning of a reply."""

@@ -121,6 +121,21 @@ def test_a_damaged_tokenizer_is_named(folder: Path) -> None:
         open_model(folder, config=CPU)
 
 
+def test_a_panic_in_the_tokenizers_own_code_is_a_model_error(folder: Path) -> None:
+    edit(
+        folder / "tokenizer.json",
+        normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    )
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a sound"):
+        open_model(folder, config=CPU)
+
+
+@pytest.mark.parametrize("ids", [5, True, 1.5, "258", {"a": 1}, [None, "x", 7.5, True]])
+def test_end_tokens_that_are_no_ids_are_left_out(ids: object, folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", eos_token_ids=ids)
+    assert open_model(folder, config=CPU).eos_token_ids == (258,)
+
+
 def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="holds no weights"):

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from agentkv.errors import ChatTemplateError, ContextLengthError, RequestError
 from agentkv.messages import Message
 from agentkv.testing.byte_tokenizer import SPECIAL_TOKENS, byte_tokenizer
+from agentkv.text.backend import backend_faults
 from agentkv.text.tokenizer import ROLES, ChatTokenizer
 
 BYTES = byte_tokenizer("plain", add_bos=True)
@@ -215,3 +216,22 @@ def test_text_that_a_normalizer_turns_into_a_control_token_stays_text(
     tokenizer = ChatTokenizer(backend, chat_template=byte_tokenizer().chat_template)
     ids = tokenizer.encode_chat([Message("user", text)], add_generation_prompt=False)
     assert control_ids(tokenizer, ids) == [257, 258]
+
+
+class PanicException(BaseException):
+    """What a panic in Rust code is to Python, by name."""
+
+
+def test_a_panic_of_the_backend_is_an_error_of_the_request() -> None:
+    def panic(error: BaseException) -> RequestError:
+        return RequestError("the backend failed")
+
+    for raised in (PanicException("index out of bounds"), OverflowError(), Exception()):
+        with (
+            pytest.raises(RequestError, match="the backend failed") as caught,
+            backend_faults(panic),
+        ):
+            raise raised
+        assert caught.value.__cause__ is raised
+    with pytest.raises(KeyboardInterrupt), backend_faults(panic):
+        raise KeyboardInterrupt
