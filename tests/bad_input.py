@@ -464,6 +464,14 @@ def _sessions() -> Iterator[Case]:
             (f"namespace={_named(name)}", "must be a string"),
             name,
         )
+        yield Case(
+            "Engine.generate",
+            f"namespace={name!r}",
+            lambda place, name: place.engine.generate("x", namespace=name),
+            InvalidOptionError,
+            (f"namespace={_named(name)}", "must be a string"),
+            name,
+        )
     for texts in _any((5, None, "text", {"x"}, [], b"x")):
         yield Case(
             "Session.score",

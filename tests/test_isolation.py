@@ -57,11 +57,14 @@ async def test_forks_checkpoints_and_branches_stay_in_their_namespace(bench: Ben
 
 
 @pytest.mark.anyio
-async def test_one_shot_calls_and_scores_share_with_no_named_namespace(bench: Bench) -> None:
+async def test_one_shot_calls_share_with_the_namespace_they_name(bench: Bench) -> None:
     session = await bench.engine.session(messages=PROMPT, namespace="a")
     await session.score(["x" * 40])
     many = await bench.engine.generate(PROMPT, n=2, max_tokens=2)
     assert many.usage.cached_tokens == 0
+    for namespace, shared in (("a", 96), ("b", 0), (None, 96)):
+        one = await bench.engine.generate(PROMPT, max_tokens=2, namespace=namespace)
+        assert one.usage.cached_tokens == shared
 
 
 @pytest.mark.anyio
