@@ -17,7 +17,7 @@ test: $(READY) $(MODEL)
 check: $(READY)
 	$(BIN)/ruff format --check agentkv kernels tests examples benchmarks
 	$(BIN)/ruff check agentkv kernels tests examples benchmarks
-	$(BIN)/mypy agentkv kernels/agentkv_kernels tests
+	$(BIN)/mypy agentkv kernels/agentkv_kernels tests examples benchmarks
 	. $(BIN)/activate && pyright --verifytypes agentkv --ignoreexternal
 
 format: $(READY)

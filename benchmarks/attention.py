@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from agentkv_kernels.cpu_work import step_work
 from agentkv_kernels.plan import StepPlan
 from agentkv_kernels.scenario import Scenario
 from agentkv_kernels.sharing import CPU_SHARING, Sharing
-from machine import describe, median_s, speeds
+from machine import RESULTS, median_s, speeds, write_report
 from torch import Tensor
 from trees import BLOCK_SIZE, Shape, make_tree
 
@@ -253,7 +252,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--out", type=Path, default=None)
     chosen = parser.parse_args(arguments)
-    out = chosen.out or Path(f"benchmarks/results/attention-cpu-{chosen.dtype}.json")
     dtype: torch.dtype = getattr(torch, chosen.dtype)
     torch.manual_seed(0)
     limits = speeds()
@@ -277,12 +275,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"plan of 256 sessions: built in {host['rebuild_us']:.0f} us, moved on in "
         f"{host['steady_us']:.0f} us, the CPU's batches in {host['cpu_batches_us']:.0f} us"
     )
-    result = {
-        "machine": describe(), "limits": limits, "dtype": chosen.dtype, "lines": lines,
-        "break_even_tokens": even, "plan_of_256_sessions": host,
-    }  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_report(
+        chosen.out or RESULTS / f"attention-cpu-{chosen.dtype}.json",
+        limits=limits,
+        dtype=chosen.dtype,
+        lines=lines,
+        break_even_tokens=even,
+        plan_of_256_sessions=host,
+    )
 
 
 if __name__ == "__main__":

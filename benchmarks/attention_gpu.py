@@ -12,7 +12,6 @@ device that only reads. Shapes for which no time is left are named, not guessed.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from agentkv_kernels.device_tiles import Capacity, DeviceTiles
 from agentkv_kernels.plan import StepPlan
 from agentkv_kernels.scenario import Scenario, TreeSegment
 from agentkv_kernels.sharing import Sharing
-from machine import describe
+from machine import RESULTS, write_report
 from torch import Tensor
 
 BLOCK_SIZE = 16
@@ -72,7 +71,7 @@ BREAK_EVEN_ROWS, BREAK_EVEN_TOKENS = (2, 4, 8, 16, 64), (64, 128, 256, 512, 1024
 REHEARSED = [Shape((4, 2, 16), 4, 64, 16, 2), Shape((4, 2, 16), 2, 0, 20)]
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _read_kernel(x_ptr, out_ptr, num_words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # jitted
     total = tl.zeros([BLOCK], tl.int32)
     stride = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -118,22 +117,13 @@ class Bench:
         graph.replay()
         times = []
         for _ in range(9):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1e-3)
-        return statistics.median(times) / len(calls)
-
-    def wall_seconds(self, call: Callable[[], object], repeats: int = 20) -> float:
-        """Wall time of a call that waits for its result, the median of several."""
-        times = []
-        for _ in range(1 if self.is_rehearsal else repeats):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        return float(statistics.median(times)) / len(calls)
 
 
 def read_speed(bench: Bench) -> float:
@@ -239,7 +229,8 @@ class Layers:
     def host_seconds(self) -> float:
         """Time on the host of a steady decode step: moving the plan on, and loading its tiles."""
         plan = self.plan(share=True)
-        shape = tile_attention.tile_shape(self.query, *self.caches[0], None)
+        k_cache, v_cache = self.caches[0]
+        shape = tile_attention.tile_shape(self.query, k_cache, v_cache, None)
         buffers = DeviceTiles(Capacity.of(plan.tile_set(shape)), self.bench.device)
         times = []
         for step in range(1, BLOCK_SIZE):
@@ -291,11 +282,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the JSON; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=90.0, help="after which no shape begins")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention-gpu.json"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "attention-gpu.json")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, interpreted")
     options = parser.parse_args(arguments)
     if options.rehearse:
-        launch.runs_triton = lambda device: True
+        launch.runs_triton = lambda device: True  # type: ignore[assignment]  # a stand-in
     elif not torch.cuda.is_available():
         sys.stderr.write("no CUDA device was found\n")
         return 3
@@ -325,14 +316,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"break-even prefix in tokens, by rows: {even}")
     if left_out or len(even) < len(BREAK_EVEN_ROWS):
         print(f"no time was left for {len(left_out)} shapes")
-    result = {
-        **describe(), "device": name, "triton": triton.__version__,
-        "cuda": torch.version.cuda, "dtype": "float32" if bench.is_rehearsal else "bfloat16",
-        "read_bytes_per_s": speed, "lines": lines, "left_out": left_out,
-        "break_even_tokens": even,
-    }  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_report(
+        options.out,
+        dtype="float32" if bench.is_rehearsal else "bfloat16",
+        read_bytes_per_s=speed,
+        lines=lines,
+        left_out=left_out,
+        break_even_tokens=even,
+    )
     return 0
 
 

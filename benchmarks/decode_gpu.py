@@ -10,7 +10,6 @@ through it with a tiny model, interpreted kernels and no graph, and its times me
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from agentkv_kernels import launch
-from machine import describe
+from machine import RESULTS, write_report
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -93,12 +92,12 @@ def call_again(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the JSON; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode-gpu.json"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "decode-gpu.json")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, interpreted")
     options = parser.parse_args(arguments)
     if options.rehearse:
-        launch.runs_triton = lambda device: True
-        cuda_graphs.CudaCapture = lambda device: call_again  # type: ignore[assignment,misc]  # as a test would
+        launch.runs_triton = lambda device: True  # type: ignore[assignment]  # a stand-in
+        cuda_graphs.CudaCapture = lambda device: call_again  # type: ignore[assignment,misc,return-value]  # as a test would
     elif not torch.cuda.is_available():
         sys.stderr.write("no CUDA device was found\n")
         return 3
@@ -120,9 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"{num_rows:4} {launched * 1e3:12.2f} {replayed * 1e3:12.2f} {launched / replayed:6.1f}"
         )
-    result = {**describe(), "shared_tokens": BLOCK_SIZE * shared, "lines": lines}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_report(
+        options.out,
+        dtype=str(model.dtype).removeprefix("torch."),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        shared_tokens=BLOCK_SIZE * shared,
+        lines=lines,
+    )
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -13,7 +14,9 @@ from pathlib import Path
 import torch
 import transformers
 
-__all__ = ["describe", "median_s", "speeds"]
+__all__ = ["RESULTS", "describe", "median_s", "speeds", "write_report"]
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def describe() -> dict[str, object]:
@@ -26,7 +29,15 @@ def describe() -> dict[str, object]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "commit": _commit(),
+        **_describe_gpu(),
     }
+
+
+def write_report(path: Path, **figures: object) -> None:
+    """Write figures as JSON, with the machine they were measured on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {"machine": describe(), **figures}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def speeds() -> dict[str, float]:
@@ -49,6 +60,18 @@ def median_s(run: Callable[[], object], repeats: int = 5) -> float:
         run()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def _describe_gpu() -> dict[str, object]:
+    if not torch.cuda.is_available():
+        return {}
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+    }
 
 
 def _cpu_name() -> str:

@@ -6,6 +6,7 @@ import statistics
 import time
 
 import anyio
+from machine import RESULTS, write_report
 
 from agentkv import Engine
 from agentkv.testing.witness import WitnessRunner
@@ -34,6 +35,13 @@ async def main() -> None:
         assert all(fork._state.snapshot is session._state.snapshot for fork in forks)
         extra = await _used_blocks(engine) - before
         assert extra == 0, f"{FORKS} forks took {extra} blocks"
+        write_report(
+            RESULTS / "session.json",
+            tokens=TOKENS,
+            forks=FORKS,
+            fork_us=statistics.median(times) * 1e6,
+            kv_blocks=extra,
+        )
         print(f"fork of {TOKENS:,} tokens: {statistics.median(times) * 1e6:.1f} us, median")
         print(f"{FORKS:,} forks took {extra} KV blocks and share the parent's ids")
         for fork in forks:

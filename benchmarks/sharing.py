@@ -11,14 +11,13 @@ and no figure is printed before the three have been compared.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 import torch
-from machine import describe, speeds
+from machine import RESULTS, speeds, write_report
 
 from agentkv import Engine, EngineConfig, EngineStats, Session
 from agentkv.model.loader import open_model
@@ -48,7 +47,7 @@ class Outcome:
     stats: EngineStats | None = None
 
 
-def system_ids(engine: Engine, count: int) -> str:
+def system_prompt(engine: Engine, count: int) -> str:
     """House rules whose session opens with at least `count` tokens, and few more."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "the benchmark needs a model with a tokenizer"
@@ -62,7 +61,7 @@ def system_ids(engine: Engine, count: int) -> str:
 async def run_engine(shape: Shape, model: str | None, *, shares: bool) -> Outcome:
     """One turn of every agent at once, on an engine of its own."""
     async with Engine.from_pretrained(model, dtype="float32") as engine:
-        system = system_ids(engine, shape.system_tokens)
+        system = system_prompt(engine, shape.system_tokens)
         agents = [
             engine.session(system=system, namespace=None if shares else f"agent {index}")
             for index in range(shape.agents)
@@ -140,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=None)
     parser.add_argument("--quick", action="store_true", help="one small shape")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sharing.json"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "sharing.json")
     chosen = parser.parse_args()
     compared = Shape(4, 256, 8) if chosen.quick else Shape(8, 1024, 32)
     rows = []
@@ -164,9 +163,7 @@ def main() -> None:
     )
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"machine": describe(), "limits": limits, "rows": rows}
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_report(chosen.out, limits=limits, rows=rows)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import anyio
 import pytest
 
@@ -201,19 +199,24 @@ async def test_a_cancelled_read_takes_nothing_away(bench: Bench) -> None:
     assert read == expected(session, 30)
 
 
-async def test_a_late_reader_is_out_of_time_even_if_the_reply_is_whole(bench: Bench) -> None:
+async def test_a_late_reader_is_out_of_time_even_if_the_reply_is_whole(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = bench.engine.session(messages=[1, 2, 3])
+    clock = anyio.current_time
     for is_read in (True, False):
-        async with session.stream(max_tokens=5, timeout=0.05) as stream:
+        async with session.stream(max_tokens=5, timeout=60) as stream:
             await bench.engine.generate([5], max_tokens=20)
-            await anyio.sleep(0.06)
-            with pytest.raises(TimeoutError):
-                await (anext(stream) if is_read else stream.result())
+            with monkeypatch.context() as patch:
+                patch.setattr(anyio, "current_time", lambda: clock() + 61)
+                with pytest.raises(TimeoutError):
+                    await (anext(stream) if is_read else stream.result())
         assert session.token_ids == ()
-    late = session.stream(max_tokens=5, timeout=0.01)
-    await anyio.sleep(0.02)
-    with pytest.raises(TimeoutError):
-        await late.__aenter__()
+    late = session.stream(max_tokens=5, timeout=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(anyio, "current_time", lambda: clock() + 61)
+        with pytest.raises(TimeoutError):
+            await late.__aenter__()
     assert session.status is Status.IDLE
 
 
@@ -224,8 +227,11 @@ async def test_a_stop_token_has_no_text_however_late_the_loop_is_told(bench: Ben
     async with session.stream("go", max_tokens=30, stop_token_ids=[stop_id]) as stream:
         async for delta in stream:
             text += delta.text
-            # The step thread is ahead of the loop, which learns of the end only afterwards.
-            time.sleep(0.01)  # noqa: ASYNC251
+            # The step thread goes ahead of the loop, which learns of the end only afterwards.
+            while (
+                stream._turn is not None and stop_id not in stream._turn.calls[0].request.output_ids
+            ):
+                pass
         done = await stream.result()
     assert done.stop_reason == stop_id
     assert done.token_ids[-1] == stop_id

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from agentkv_kernels import launch, tuning
+from agentkv_kernels import launch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel
@@ -33,8 +33,7 @@ _logger = logging.getLogger("agentkv")
 
 def choose_capture(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> Capture | None:
     """How to record the model's decode steps; None where its device or the model rules it out."""
-    largest = max(max(spec.key_dim, spec.value_dim) for spec in specs)
-    if not launch.runs_triton(model.device) or largest > tuning.MAX_HEAD_DIM:
+    if not all(launch.serves(model.device, spec.key_dim, spec.value_dim) for spec in specs):
         return None
     reason = data_dependence(model)
     if reason is not None:

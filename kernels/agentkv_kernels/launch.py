@@ -66,7 +66,7 @@ def paged_attention(
     if window is not None and window < 1:
         raise ValueError(f"a window has at least one position, not {window}")
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-    if runs_triton(query.device) and max(query.shape[2], v_cache.shape[3]) <= tuning.MAX_HEAD_DIM:
+    if serves(query.device, query.shape[2], v_cache.shape[3]):
         from . import tile_attention
 
         return tile_attention.paged_attention(query, k_cache, v_cache, plan, **options)  # type: ignore[arg-type]  # one dict for all paths
@@ -75,6 +75,11 @@ def paged_attention(
     if query.device.type == "cpu":
         return cpu.paged_attention(query, k_cache, v_cache, plan, **options)  # type: ignore[arg-type]  # one dict for all paths
     return reference.paged_attention(query, k_cache, v_cache, plan, **options)  # type: ignore[arg-type]  # one dict for all paths
+
+
+def serves(device: torch.device, key_dim: int, value_dim: int) -> bool:
+    """Whether attention on `device` over heads of these sizes runs in the Triton kernels."""
+    return runs_triton(device) and max(key_dim, value_dim) <= tuning.MAX_HEAD_DIM
 
 
 def write_kv(
