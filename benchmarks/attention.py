@@ -47,7 +47,7 @@ FULL = [
 PREFIXES = (16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 ALWAYS = Sharing(min_tokens=1, partial_bytes=0, fixed_bytes=0)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-SECONDS_PER_SHAPE, SECONDS_PER_BREAK_EVEN = 3.0, 0.3
+SECONDS_PER_SHAPE, SECONDS_PER_BREAK_EVEN = 2.0, 0.3
 MIN_ROUNDS, MAX_ROUNDS, CALLS_PER_TURN = 2, 20, 3
 
 
