@@ -1,9 +1,8 @@
 """Where the event loop and the step thread meet, and nowhere else.
 
 The loop posts commands; the step thread applies them between steps, runs steps and wakes the loop
-once a step. A `Call` follows one request on the loop; a `Lease` is one handle's hold on a snapshot.
-Only `Worker._run` and the private functions it calls run on the step thread; `agentkv.testing` runs
-them between the ticks of the loop instead.
+once a step. Only `Worker._run` and the private functions it calls run on the step thread;
+`agentkv.testing` runs them between the ticks of the loop instead.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from copy import copy
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
+from .call import Call, Closable, Lease
 from .config import EngineConfig, short
 from .core.batch import ModelInfo
 from .core.core import Core
@@ -52,118 +51,6 @@ __all__ = [
 _logger = logging.getLogger("agentkv")
 
 T = TypeVar("T")
-
-
-class Closable(Protocol):
-    """What a dropped handle leaves behind: closed on the loop."""
-
-    def close(self) -> None:
-        """Let go. Idempotent."""
-        ...
-
-
-class Lease:
-    """One handle's hold on a snapshot; the snapshot is released when its last lease goes."""
-
-    __slots__ = ("_snapshot", "_worker")
-
-    def __init__(self, worker: Worker, snapshot: Snapshot) -> None:
-        self._worker = worker
-        self._snapshot: Snapshot | None = snapshot
-        worker._hold(snapshot)
-
-    def move(self, snapshot: Snapshot) -> None:
-        """Hold `snapshot` instead."""
-        assert self._snapshot is not None, "a closed lease cannot move"
-        self._worker._hold(snapshot)
-        self._snapshot, previous = snapshot, self._snapshot
-        self._worker._drop(previous)
-
-    def close(self) -> None:
-        """Let go. Idempotent."""
-        snapshot, self._snapshot = self._snapshot, None
-        if snapshot is not None:
-            self._worker._drop(snapshot)
-
-
-class Call:
-    """One submitted request as its callers see it: a cursor over what the step thread appends.
-
-    Each who waits for a call that fails gets an error object of its own.
-    """
-
-    __slots__ = ("_ended", "_grown", "_worker", "error", "finished", "is_closed", "request")
-
-    def __init__(self, worker: Worker, request: Request) -> None:
-        self._worker = worker
-        self._grown: anyio.Event | None = None
-        self._ended: anyio.Event | None = None
-        self.request: Request = request
-        self.finished: Finished | None = None
-        self.error: BaseException | None = None
-        self.is_closed: bool = False
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the request has ended, well or badly, or was given up."""
-        return self.finished is not None or self.error is not None or self.is_closed
-
-    async def progress(self, seen: int) -> int:
-        """Wait for more than `seen` sampled ids, or for the end; the number there are now.
-
-        Raises:
-            AgentKVError: what made the request fail.
-        """
-        while len(self.request.output_ids) <= seen and not self.is_done:
-            if self._grown is None:
-                self._grown = anyio.Event()
-            await self._grown.wait()
-        self._raise_error()
-        return len(self.request.output_ids)
-
-    async def result(self) -> Finished | None:
-        """Wait for the end; None when the call was closed before.
-
-        Raises:
-            AgentKVError: what made the request fail.
-        """
-        while not self.is_done:
-            if self._ended is None:
-                self._ended = anyio.Event()
-            await self._ended.wait()
-        self._raise_error()
-        return self.finished
-
-    def fail(self, error: Exception) -> None:
-        """End a call with `error` whose outcome nobody has taken, and cancel what it runs."""
-        if not self.is_closed and self.error is None:
-            self.error = error
-            self.close()
-
-    def stop(self) -> None:
-        """Ask the step thread to end the reply now and keep what was sampled."""
-        request = self.request
-        self._worker._post(lambda core: core.stop(request))
-
-    def close(self) -> None:
-        """Cancel what still runs, release what has ended. Idempotent; take `finished` first."""
-        if not self.is_closed:
-            self.is_closed = True
-            self._worker._close_call(self)
-            self._notify()
-
-    def _raise_error(self) -> None:
-        # The error itself is never raised: a traceback would lead from here to the caller's
-        # session, and a dropped session would wait for the garbage collector.
-        if self.error is not None:
-            raise copy(self.error)
-
-    def _notify(self) -> None:
-        grown, self._grown = self._grown, None
-        if grown is not None:
-            grown.set()
-        if self._ended is not None and self.is_done:
-            self._ended.set()
 
 
 class Worker:
@@ -300,7 +187,7 @@ class Worker:
         calls = [Call(self, request) for request in requests]
         for call in calls:
             self._calls[call.request] = call
-            self._post(partial(self._submit_to, request=call.request))
+            self.post(partial(self._submit_to, request=call.request))
         return calls
 
     async def inspect(self, look: Callable[[Core], T]) -> T:
@@ -320,7 +207,7 @@ class Worker:
 
         self._inspections.add(done)
         try:
-            self._post(run)
+            self.post(run)
             await done.wait()
         finally:
             self._inspections.discard(done)
@@ -334,7 +221,8 @@ class Worker:
                 error = None
         return value  # type: ignore[return-value]  # None only beside an error, or when T is None
 
-    def _post(self, command: Callable[[Core], object]) -> None:
+    def post(self, command: Callable[[Core], object]) -> None:
+        """Run `command` on the step thread, before its next step; nothing once work is refused."""
         if self._refusal is None:
             self._commands.put(command)
 
@@ -343,26 +231,29 @@ class Worker:
         while self.dropped:
             self.dropped.popleft().close()
 
-    def _hold(self, snapshot: Snapshot) -> None:
+    def hold(self, snapshot: Snapshot) -> None:
+        """Count one more lease of the snapshot."""
         self._holders[snapshot] = self._holders.get(snapshot, 0) + 1
 
-    def _drop(self, snapshot: Snapshot) -> None:
+    def drop(self, snapshot: Snapshot) -> None:
+        """Count one less, and release the snapshot with the last."""
         self._holders[snapshot] -= 1
         if not self._holders[snapshot]:
             del self._holders[snapshot]
-            self._post(lambda core: core.release(snapshot))
+            self.post(lambda core: core.release(snapshot))
 
-    def _close_call(self, call: Call) -> None:
+    def close_call(self, call: Call) -> None:
+        """Cancel what the call still runs, release what it has ended with."""
         if self._calls.pop(call.request, None) is not None:
             request = call.request
-            self._post(lambda core: core.cancel(request))
+            self.post(lambda core: core.cancel(request))
         finished, call.finished = call.finished, None
         if finished is not None and finished.snapshot is not None:
             self._release_unheld(finished.snapshot)
 
     def _release_unheld(self, snapshot: Snapshot) -> None:
         if snapshot not in self._holders:
-            self._post(lambda core: core.release(snapshot))
+            self.post(lambda core: core.release(snapshot))
 
     def _finish(
         self, call: Call, *, finished: Finished | None = None, error: BaseException | None = None

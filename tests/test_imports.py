@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "errors",
     },
-    "worker": {"core", "config", "errors", "messages"},
+    "call": {"core"},
+    "worker": {"call", "core", "config", "errors", "messages"},
     "turn": SHELL,
     "prompt": SHELL | {"turn"},
     "checkpoint": SHELL | {"turn"},
@@ -38,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "tree": SHELL | {"session", "turn"},
     "engine": SHELL | {"prompt", "session", "stream", "turn", "tree", "model"},
 }
-# These two serve everybody outside the layers.
+# These serve everybody outside the layers.
 FREE = {"cli", "demo", "testing", "__init__", "py"}
 
 

@@ -180,7 +180,7 @@ def plan(
     if not conversation.has_unanswered:
         return _plan_nothing_new(tokenizer, conversation, ids, reply)
     check_size(tokenizer, conversation, limit)
-    for span in conversation.spans[conversation.num_answered_spans :]:
+    for span in conversation.new_spans:
         checked_ids(span.ids, vocab_size=vocab_size)
     tail = Tail(tokenizer, conversation, ids, limit)
     target = tail.target(reply=reply)

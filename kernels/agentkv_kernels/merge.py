@@ -9,6 +9,7 @@ once, for every token that has a list.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -84,7 +85,7 @@ def merge_slots(
     in a list.
     """
     num_tokens, num_q_heads, value_dim = out.shape
-    if slots.dtype != lses.dtype or not (slots.is_contiguous() and lses.is_contiguous()):
+    if not all(part.dtype == torch.float32 and part.is_contiguous() for part in (slots, lses)):
         raise ValueError("partial results must be contiguous float32")
     _merge_kernel[num_tokens, num_q_heads](
         slots,
