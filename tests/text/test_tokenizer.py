@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from agentkv.errors import ChatTemplateError, ContextLengthError, RequestError
 from agentkv.messages import Message
@@ -235,3 +235,13 @@ def test_a_panic_of_the_backend_is_an_error_of_the_request() -> None:
         assert caught.value.__cause__ is raised
     with pytest.raises(KeyboardInterrupt), backend_faults(panic):
         raise KeyboardInterrupt
+
+
+def test_a_text_on_which_the_tokenizers_own_pattern_gives_up_is_refused() -> None:
+    backend = Tokenizer.from_str(byte_tokenizer().backend.to_str())
+    split = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
+    tokenizer = ChatTokenizer(backend)
+    assert tokenizer.encode("aab") == list(b"aab")
+    with pytest.raises(RequestError, match="cannot encode this text"):
+        tokenizer.encode("a" * 40)
