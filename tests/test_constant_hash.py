@@ -1,4 +1,4 @@
-"""Every test of blocks, core and sessions once more, in a world where all hashes collide."""
+"""The witness's tests of blocks, core and sessions once more, where all hashes collide."""
 
 from __future__ import annotations
 

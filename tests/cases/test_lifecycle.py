@@ -16,7 +16,7 @@ from agentkv.core.sequence import Finished, Request, Snapshot, TokenIds
 from agentkv.testing.driver import CoreDriver
 from tests.bench import Bench, Gate, expected
 
-LEAVINGS = ("break", "close", "cancel", "drop")
+LEAVINGS = ("break", "cancel", "drop")
 
 
 @pytest.mark.anyio
@@ -197,7 +197,7 @@ async def test_clean_up_awaits_nothing_so_that_no_second_cancel_can_stop_it(
         await interrupted
         if not interrupted.was_thrown:
             break
-        assert fork.token_ids == ids or at > 0
+        assert fork.token_ids[: len(ids)] == ids
         assert fork.status is Status.IDLE
         await fork.aclose()
         await bench.settle()

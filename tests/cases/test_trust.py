@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from agentkv import Engine, EngineConfig, Message, ModelError, RequestError, UntrustedModelError
+from agentkv import (
+    ContextLengthError,
+    Engine,
+    EngineConfig,
+    Message,
+    ModelError,
+    RequestError,
+    UntrustedModelError,
+)
 from agentkv.testing.byte_tokenizer import SPECIAL_TOKENS, byte_tokenizer
 from agentkv.testing.faults import FaultPlan
 from agentkv.testing.faulty import FaultyEngine
@@ -124,7 +132,7 @@ async def test_tensors_are_no_prompts_and_arrays_are_bounded_by_their_length(
 ) -> None:
     """CVE-2025-62164, vllm#54632: 1.5 KB of sparse tensor were unfolded to 4 TiB."""
     session = bench.engine.session(messages=[1])
-    error = RequestError if isinstance(TENSORS[kind], torch.Tensor) else Exception
+    error = RequestError if isinstance(TENSORS[kind], torch.Tensor) else ContextLengthError
     with pytest.raises(error, match=r"not Tensor|the limit is 8192"):
         await session.generate(TENSORS[kind])  # type: ignore[arg-type]  # wrong on purpose
     assert bench.runner.num_steps == 0
