@@ -19,7 +19,6 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, get_args
 
-from machine import describe
 from promises import MEMORY_SEEDS, STORMS, Part, Unit, parts
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -62,6 +61,9 @@ def run(chosen: list[Part], console: Console) -> None:
 
 def show(chosen: list[Part], console: Console, seconds: float, output: Path) -> bool:
     """Print the table and the failures, write the JSON; whether every promise is kept."""
+    # Imports torch, which makes what is measured in this process slower.
+    from machine import describe
+
     table = Table("", "promise", "measured", "promised", "time")
     rows = []
     for part in chosen:
