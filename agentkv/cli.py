@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import anyio
 from rich.console import Console
@@ -18,10 +19,15 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(prog="agentkv", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"agentkv {version('agentkv')}")
     commands = parser.add_subparsers(required=True)
     demo = commands.add_parser("demo", help="agents over one system prompt, side by side")
     demo.add_argument("--agents", type=int, default=8, metavar="N", help="how many (8)")
-    demo.add_argument("--model", default=None, help="a directory, .gguf file or hub id (SmolLM2)")
+    demo.add_argument(
+        "--model",
+        default=None,
+        help="a directory, .gguf file or hub id; without it, SmolLM2-135M-Instruct",
+    )
     demo.add_argument("--max-tokens", type=int, default=48, metavar="N", help="per reply (48)")
     chosen = parser.parse_args(arguments)
     if not 1 <= chosen.agents <= 256:

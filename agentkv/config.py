@@ -25,6 +25,14 @@ MAX_LOGIT_BIAS = 4096
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of an engine.
 
+    `device` is "auto", "cpu", "cuda" or another of torch's; `dtype` "auto" is bfloat16 where the
+    device computes in it, else float32. `max_context` shortens the model's context, in tokens;
+    `max_num_seqs` bounds the sequences of one step. `seed` decides the random numbers of sessions
+    whose calls have none. `prefix_cache` keeps the KV of ended conversations for others that begin
+    alike; `share_attention` reads KV that sessions share once for all of them. `close_timeout_s`
+    is how long closing waits for a step in progress. `allow_remote_code` lets a model folder run
+    code of its own.
+
     `num_blocks` or `kv_memory_bytes` sizes the KV memory, in blocks of `block_size` tokens (None:
     as much as is sensible on the device). `max_batch_tokens` is the token budget of one step (None:
     512 on a CPU, else 8192); `max_waiting` bounds the calls that wait to be admitted,
@@ -93,6 +101,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one call; None takes the generation config's value, else the neutral one.
 
+    `max_tokens` None is all that the context and the KV memory leave room for. Before `min_tokens`
+    no stop counts, and `ignore_eos` lets the model's own end-of-sequence tokens pass. `min_p` drops
+    tokens less likely than that share of the likeliest. `presence_penalty` and `frequency_penalty`
+    lower the logits of tokens already sampled, once or per occurrence; `repetition_penalty` divides
+    those of all tokens so far.
     `temperature` 0 is greedy. `seed` alone decides the random numbers of the call when it is given.
     `top_logprobs` asks for that many alternatives with each token's log-probability. `logit_bias`
     maps token ids to values added to their logits. `stop` strings end a reply and are cut from its

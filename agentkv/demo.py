@@ -21,6 +21,7 @@ from .engine import Engine
 from .messages import Completion
 from .session import Session
 
+MAX_SHOWN_CHARS = 300
 BRANCHES = 4
 MIN_SYSTEM_TOKENS = 1000
 
@@ -148,6 +149,7 @@ async def _best_branch(
             question, max_tokens=max_tokens, temperature=0.8, logprobs=True
         )
 
+    console.print(f"{agent.name} forks into {BRANCHES} branches: {question}", markup=False)
     async with agent.session.branches(BRANCHES) as branches:
         async with anyio.create_task_group() as group:
             for index, branch in enumerate(branches):
@@ -174,7 +176,9 @@ def _texts(team: list[_Agent]) -> Table:
     table = Table.grid(padding=(0, 1))
     for agent in team[:16]:
         text = " ".join(agent.text.split())
-        table.add_row(Text(agent.name, style="bold"), Text(text[-200:], overflow="fold"))
+        if len(text) > MAX_SHOWN_CHARS:
+            text = "… " + text[-MAX_SHOWN_CHARS:].partition(" ")[2]
+        table.add_row(Text(agent.name, style="bold"), Text(text, overflow="fold"))
     return table
 
 

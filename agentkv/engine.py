@@ -22,7 +22,7 @@ from .errors import (
     RequestError,
 )
 from .messages import Completion, EngineStats, Message
-from .prompt import Prompt, is_list, to_entries
+from .prompt import Prompt, is_list, to_entries, unknown_option
 from .session import Session
 from .text import conversation as text
 from .text.tokenizer import ChatTokenizer
@@ -95,8 +95,8 @@ class Engine:
         """
         _check_config(config)
         known = EngineConfig.__struct_fields__
-        if unknown := sorted(overrides.keys() - set(known)):
-            raise TypeError(f"EngineConfig has no field {', '.join(unknown)}")
+        for name in overrides.keys() - set(known):
+            raise TypeError(unknown_option(name, known))
         settings = msgspec.structs.asdict(config or EngineConfig()) | overrides
         chosen = EngineConfig(**settings)
         is_loaded = hasattr(model, "parameters")

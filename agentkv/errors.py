@@ -137,7 +137,8 @@ class ContextLengthError(CapacityError):
     def __str__(self) -> str:
         return (
             f"the request takes {self.tokens} tokens and the limit is {self.limit}; "
-            "shorten the prompt or max_tokens, or open the engine with more KV memory"
+            "shorten the prompt or max_tokens, or open the engine with a larger max_context or "
+            "more KV memory, whichever is the limit"
         )
 
 

@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "stopped"]
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message of a conversation."""
+    """One message of a conversation; `role` is "system", "user", "assistant" or "tool"."""
 
     role: str
     content: str

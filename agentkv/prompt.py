@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "is_list",
     "parse_options",
     "to_entries",
+    "unknown_option",
 ]
 
 # One call of the tokenizer takes as long as so many characters do.
@@ -37,7 +39,9 @@ def parse_options(host: Host, options: GenerateOptions) -> SamplingOptions:
         TypeError: an option is not known.
         InvalidOptionError: an option is out of range.
     """
-    given = dict(options)
+    for name in options.keys() - set(SamplingOptions.__struct_fields__):
+        raise TypeError(unknown_option(name, SamplingOptions.__struct_fields__))
+    given: dict[str, Any] = dict(options)  # Any: as given
     if isinstance(stop := given.get("stop"), str):
         given["stop"] = (stop,)
     for name in ("stop", "stop_token_ids"):
@@ -48,7 +52,7 @@ def parse_options(host: Host, options: GenerateOptions) -> SamplingOptions:
     if isinstance(bias, Mapping) and len(bias) <= MAX_LOGIT_BIAS:
         # The step thread reads it while the caller may go on changing theirs.
         given["logit_bias"] = dict(bias)
-    chosen = SamplingOptions(**given)  # type: ignore[arg-type]  # checked by the struct itself
+    chosen = SamplingOptions(**given)
     for name, ids in (("stop_token_ids", chosen.stop_token_ids), ("logit_bias", chosen.logit_bias)):
         for token_id in ids:
             if token_id >= host.info.vocab_size:
@@ -59,6 +63,12 @@ def parse_options(host: Host, options: GenerateOptions) -> SamplingOptions:
     if chosen.stop and host.tokenizer is None:
         raise InvalidOptionError("stop strings need a tokenizer; use stop_token_ids")
     return chosen.with_defaults(host.info.default_options)
+
+
+def unknown_option(name: str, known: Sequence[str]) -> str:
+    """What to say of an option that there is not, with the one that was meant if it is near."""
+    near = get_close_matches(name, known, n=1)
+    return f"there is no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def to_entries(host: Host, prompt: Prompt | None) -> tuple[Entry, ...]:

@@ -149,7 +149,8 @@ class Session:
 
         `prompt` is a user's text, messages, or token ids appended as they are. None continues a
         reply that was cut short, or answers what `add` appended. Cancellation, a timeout or an
-        error leaves the session as it was before the call.
+        error leaves the session as it was before the call. The options, max_tokens, temperature,
+        top_p, top_k, min_p, seed, stop and more, are those of SamplingOptions.
 
         Raises:
             TimeoutError: `timeout` seconds have passed since the call, waiting included.
@@ -253,6 +254,9 @@ class Session:
         """A session that goes on from the committed state; no KV and no ids are copied.
 
         Parent and fork are equals: either may close first, run at the same time, be forked again.
+
+        Raises:
+            SessionClosedError: the session is closed.
         """
         self._check_open()
         check_string("name", name)
@@ -262,7 +266,14 @@ class Session:
 
     @asynccontextmanager
     async def branches(self, n: int) -> AsyncIterator[list[Session]]:
-        """`n` forks that are closed at the end of the block, unless adopted."""
+        """`n` forks for `async with session.branches(n) as forks`.
+
+        They are closed at the end of the block, unless adopted.
+
+        Raises:
+            InvalidOptionError: `n` is no integer from 1 to 65536.
+            SessionClosedError: the session is closed.
+        """
         check_integer("n", n, 1, 65536, optional=False)
         forks = [self.fork() for _ in range(n)]
         try:
@@ -276,6 +287,8 @@ class Session:
 
         Raises:
             SessionBusyError: either has a running or waiting call.
+            SessionClosedError: either is closed.
+            RequestError: it is this session itself, or another engine's.
             NamespaceError: they are in different namespaces.
         """
         self._check_idle()

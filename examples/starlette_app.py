@@ -15,14 +15,13 @@ from agentkv import Engine, Session, Stream
 
 
 class Reply(StreamingResponse):
-    """A turn, sent as it is made. Starlette cancels this when the client goes."""
+    """A turn, sent as it is made. When the client goes, the block is left: it is discarded."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__((delta.text async for delta in stream), media_type="text/plain")
         self.stream = stream
 
     async def stream_response(self, send: Send) -> None:
-        """Leaving the stream's block before the reply ends discards the turn."""
         async with self.stream:
             await super().stream_response(send)
 
@@ -44,7 +43,8 @@ async def main(engine: Engine) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(server.serve, [listener])
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/chat"
-            async with httpx.AsyncClient() as http, http.stream("POST", url, content="Hi") as reply:
+            client = httpx.AsyncClient(timeout=None)
+            async with client as http, http.stream("POST", url, content="Hi") as reply:
                 print("heard", repr(await anext(reply.aiter_text())), "and left")
             server.should_exit = True
         print(f"{len(session.messages)} message: the turn never happened")

@@ -9,8 +9,9 @@ import anyio
 import pytest
 
 import agentkv
-from agentkv import AgentKVError, Engine, Session, SessionClosedError
+from agentkv import AgentKVError, Engine, SamplingOptions, Session, SessionClosedError
 from agentkv.core.batch import Batch
+from agentkv.prompt import unknown_option
 from agentkv.testing.witness import WitnessRunner, witness_reply
 
 from .bad_input import CASES, Case, Place, measure, open_place, provoke
@@ -105,3 +106,9 @@ def test_a_call_that_is_not_refused_is_reported() -> None:
     fine = Case("Session.fork", "", lambda place, _: place.session.fork(), SessionClosedError, ())
     with pytest.raises(AssertionError, match="not refused"):
         measure(fine)
+
+
+def test_an_option_that_there_is_not_is_named_beside_the_one_meant() -> None:
+    names = SamplingOptions.__struct_fields__
+    assert unknown_option("max_token", names).endswith("did you mean 'max_tokens'?")
+    assert unknown_option("zzz", names) == "there is no option 'zzz'"

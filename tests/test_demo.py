@@ -37,7 +37,7 @@ def test_demo_shows_what_sharing_did(
     assert asked > 1000 * (agents + 4)
     assert computed < 1000 + 200 * (agents + 4)
     assert shown.count("mean logprob") == 4
-    assert shown.count("branch") == 4
+    assert shown.count("\nbranch ") == 4
     assert shown.count(" adopted mean") == 1
     assert len(re.findall(r"[├└]─ s\d+ ", shown)) == agents
     assert (alone > 2 * held) == (agents > 2)

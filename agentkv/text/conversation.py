@@ -145,7 +145,10 @@ def checked_ids(
     values = list(given)
     for kind in set(map(type, values)):
         if kind is bool or not issubclass(kind, (int, np.integer)):
-            raise InvalidOptionError(f"token ids must be integers, not {kind.__name__}")
+            raise InvalidOptionError(
+                f"a list holds Message objects, such as Message('user', text), or token ids, which "
+                f"are integers; not {kind.__name__}"
+            )
     checked = tuple(map(int, values))
     if checked and not (min(checked) >= 0 and max(checked) < vocab_size):
         at = next(at for at, value in enumerate(checked) if not 0 <= value < vocab_size)
