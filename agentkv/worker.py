@@ -8,6 +8,7 @@ once a step. Only `Worker._run` and the private functions it calls run on the st
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import sys
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import anyio
 import anyio.lowlevel
@@ -53,6 +55,10 @@ _logger = logging.getLogger("agentkv")
 T = TypeVar("T")
 
 
+# Threads that run, or end just now, and their workers.
+_step_threads: WeakKeyDictionary[threading.Thread, Worker] = WeakKeyDictionary()
+
+
 class Worker:
     """The step thread and the loop's side of it. Made on the loop that owns the engine.
 
@@ -77,6 +83,8 @@ class Worker:
         self._opened = anyio.Event()
         self._ended = anyio.Event()
         self._thread_ended = threading.Event()
+        # A step that did not return in time; nobody waits for its thread any more.
+        self._is_given_up = False
         self._loop = anyio.lowlevel.current_token().native_token
 
     # Life.
@@ -119,7 +127,8 @@ class Worker:
             # Its loop is over, so the thread ends without anybody there to tell.
             wait = partial(self._thread_ended.wait, self.config.close_timeout_s)
             has_ended = await anyio.to_thread.run_sync(wait, abandon_on_cancel=True)
-        if not has_ended and not self.stats.quarantined_blocks:
+        if not has_ended and not self._is_given_up:
+            self._is_given_up = True
             self._quarantine()
 
     def abandon(self) -> None:
@@ -162,6 +171,8 @@ class Worker:
         return _running_loop(self._loop) is self._loop
 
     def _is_loop_over(self) -> bool:
+        # trio does not say; a token that takes a callback has its loop, and dropped handles are due
+        # there anyway.
         loop: Any = self._loop  # Any: as in `_publish`
         if not hasattr(loop, "run_sync_soon"):
             return bool(loop.is_closed())
@@ -295,7 +306,9 @@ class Worker:
     # The step thread.
 
     def _start(self) -> None:
-        threading.Thread(target=self._run, name="agentkv-step", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="agentkv-step", daemon=True)
+        _step_threads[thread] = self
+        thread.start()
 
     def _run(self) -> None:
         core = self._begin()
@@ -388,6 +401,16 @@ class Worker:
         except RuntimeError:
             # The loop is gone and nobody waits any more: end the thread.
             self._commands.put(None)
+
+
+@atexit.register
+def _end_step_threads() -> None:
+    # The interpreter kills a daemon thread where it stands; in native code, in the middle of a load
+    # say, that aborts the process. So they are let go before, unless a step is known to hang.
+    for thread, worker in list(_step_threads.items()):
+        if not worker._is_given_up:
+            worker.abandon()
+            thread.join(worker.config.close_timeout_s)
 
 
 def _closed() -> EngineClosedError:

@@ -102,6 +102,31 @@ def test_a_program_ends_while_a_step_hangs() -> None:
 
 
 @pytest.mark.slow
+def test_a_program_that_gave_up_loading_ends_when_the_load_lets_it() -> None:
+    process = start("""
+    loading = []
+
+    def open_runner(config):
+        loading.append(True)
+        time.sleep(0.15)
+        print("loaded", flush=True)
+        return runner
+
+    async def main():
+        with anyio.move_on_after(0.01):
+            await Engine(open_runner, config=EngineConfig(close_timeout_s=30)).__aenter__()
+        assert loading
+
+    import atexit
+    atexit.register(lambda: print("exit", runner.is_closed, flush=True))
+    anyio.run(main)
+    """)
+    said, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, errors) == (0, "")
+    assert said.split("\n")[:2] == ["exit False", "loaded"]
+
+
+@pytest.mark.slow
 def test_a_program_ends_that_never_closed_its_engine() -> None:
     process = start("""
     async def main():
