@@ -11,6 +11,7 @@ import torch
 
 from agentkv import Completion, Engine, EngineConfig, Session
 from agentkv.testing.byte_tokenizer import byte_tokenizer
+from agentkv.testing.proof.models import choices
 from agentkv.testing.tiny_models import tiny_model
 from agentkv.testing.witness import WitnessRunner, witness_reply
 
@@ -18,8 +19,6 @@ pytestmark = pytest.mark.anyio
 
 NUM_HISTORIES = 200
 BLOCK_SIZE = 16
-# Below this gap of the two best logits, rounding may choose.
-MIN_GAP = 1e-3
 
 
 class History:
@@ -163,16 +162,6 @@ async def test_forks_of_a_real_model_answer_as_fresh_sessions_in_200_histories()
                 compared, excluded = compared + count, excluded + int((~is_clear).sum())
     sys.stdout.write(f"{compared:,} tokens compared, {excluded} near ties excluded\n")
     assert excluded <= 0.005 * compared
-
-
-def choices(
-    model: torch.nn.Module, ids: tuple[int, ...], count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's own choice of each of the last `count` ids, and whether rounding has no say."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids]), use_cache=False).logits[0, -count - 1 : -1].float()
-    two = logits.topk(2).values
-    return logits.argmax(-1), two[:, 0] - two[:, 1] > MIN_GAP
 
 
 @pytest.mark.parametrize("own_tokens", [1, 15, 16, 17, 40])
