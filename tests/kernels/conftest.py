@@ -143,7 +143,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         child.close()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Memory that is allocated and not filled holds NaN."""
     torch.use_deterministic_algorithms(True)

@@ -22,7 +22,6 @@ from agentkv_kernels import tile_attention
 
 pytestmark = [
     pytest.mark.own_process(TRITON_INTERPRET="1"),
-    pytest.mark.usefixtures("poisoned_memory"),
 ]
 BLOCK_N = 32  # of the tuning for interpreted kernels
 

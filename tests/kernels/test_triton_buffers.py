@@ -21,7 +21,6 @@ from agentkv_kernels.device_tiles import Capacity, DeviceTiles, unload
 
 pytestmark = [
     pytest.mark.own_process(TRITON_INTERPRET="1"),
-    pytest.mark.usefixtures("poisoned_memory"),
 ]
 CPU = torch.device("cpu")
 

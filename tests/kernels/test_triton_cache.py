@@ -16,7 +16,6 @@ from agentkv_kernels import cache_ops, tile_attention
 
 pytestmark = [
     pytest.mark.own_process(TRITON_INTERPRET="1"),
-    pytest.mark.usefixtures("poisoned_memory"),
 ]
 # A block and its stride, each of which fits 32 bits: in these, their product would be negative.
 FAR_BLOCK, STRIDE = 8, 2**28 + 64

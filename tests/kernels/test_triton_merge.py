@@ -17,7 +17,6 @@ from agentkv_kernels.device_tiles import on_device
 
 pytestmark = [
     pytest.mark.own_process(TRITON_INTERPRET="1"),
-    pytest.mark.usefixtures("poisoned_memory"),
 ]
 CPU = torch.device("cpu")
 

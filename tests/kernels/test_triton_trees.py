@@ -17,7 +17,6 @@ from agentkv_kernels import tile_attention
 
 pytestmark = [
     pytest.mark.own_process(TRITON_INTERPRET="1"),
-    pytest.mark.usefixtures("poisoned_memory"),
 ]
 # Query heads, KV heads, key and value dim.
 HEADS = [(1, 1, 8, 8), (3, 1, 16, 16), (4, 2, 8, 8), (6, 2, 16, 8), (12, 1, 8, 24), (5, 1, 8, 8)]
