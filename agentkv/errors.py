@@ -65,7 +65,8 @@ class EngineDeadError(EngineError):
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
         super().__init__(message, cause)
-        self.cause = self.__cause__ = cause
+        self.cause: BaseException | None = cause
+        self.__cause__: BaseException | None = cause
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -76,7 +77,8 @@ class StepError(EngineError):
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
         super().__init__(message, cause)
-        self.cause = self.__cause__ = cause
+        self.cause: BaseException | None = cause
+        self.__cause__: BaseException | None = cause
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -72,7 +72,7 @@ class MemoryMachine:
     """A memory, what is in its slots, and all tables with the ids they must hold."""
 
     def __init__(self, rng: random.Random, num_blocks: int, block_size: int) -> None:
-        self.num_refusals = 0
+        self.num_refusals: int = 0
         self._rng = rng
         self._size = block_size
         # All in one bucket is slow to search where there are many.
