@@ -266,6 +266,7 @@ def test_a_kernel_compiles_without_spills_and_within_its_resources(case: Case) -
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("case", SLOW, ids=[case.name for case in SLOW])
 def test_a_kernel_compiles_for_more_shapes_and_architectures(case: Case) -> None:
     _check(case)
