@@ -14,7 +14,7 @@ demo: $(READY) $(MODEL)
 test: $(READY) $(MODEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not extended"
 
-# Kernels compiled for further shapes and architectures; CI runs these too.
+# Kernels for further shapes and architectures, and the suite with a constant hash; CI runs these too.
 extended: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m extended
 
