@@ -45,7 +45,7 @@ def test_all_of_them_pass_with_a_constant_hash() -> None:
     assert run.returncode == 0, run.stdout[-4000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None
-    assert int(passed[1]) > 700
+    assert int(passed[1]) > 600
 
 
 def test_the_switch_reaches_every_core(request: pytest.FixtureRequest) -> None:
