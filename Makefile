@@ -15,7 +15,7 @@ test: $(READY) $(MODEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not extended"
 
 # Kernels for further shapes and architectures, and the suite with a constant hash; CI runs these too.
-extended: $(READY)
+extended: $(READY) $(MODEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m extended
 
 check: $(READY)

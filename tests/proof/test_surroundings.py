@@ -7,12 +7,12 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
 import pytest
 
+from agentkv import Session
 from agentkv.core.batch import Batch
 from tests.bench import Bench, expected
 
@@ -54,13 +54,11 @@ anyio.run(main)
 
 
 @pytest.fixture
-def jumping_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def jumping_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of day is another one at every look, years before or after."""
     draw, now = random.Random(5), time.time()
     monkeypatch.setattr(time, "time", lambda: now + draw.uniform(-1e9, 1e9))
     monkeypatch.setattr(time, "time_ns", lambda: int((now + draw.uniform(-1e9, 1e9)) * 1e9))
-    yield
-    monkeypatch.undo()
 
 
 async def family_is_right(bench: Bench) -> None:
@@ -70,15 +68,14 @@ async def family_is_right(bench: Bench) -> None:
     forks = [root.fork() for _ in range(3)]
     family = [root, *forks, *(fork.fork() for fork in forks)]
 
-    async def turn(session_at: int) -> None:
-        session = family[session_at]
-        reply = await session.generate(f"{session_at}", max_tokens=9, timeout=30)
+    async def turn(session: Session, text: str) -> None:
+        reply = await session.generate(text, max_tokens=9, timeout=30)
         assert list(reply.token_ids) == expected(session, 9)
 
     for _ in range(2):
         async with anyio.create_task_group() as group:
-            for at in range(len(family)):
-                group.start_soon(turn, at)
+            for at, session in enumerate(family):
+                group.start_soon(turn, session, f"{at}")
 
 
 @pytest.mark.anyio
