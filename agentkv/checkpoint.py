@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from .handle import Handle
 from .turn import Host, State
 from .worker import Lease
 
 __all__ = ["Checkpoint"]
 
 
-class Checkpoint:
+class Checkpoint(Handle):
     """A committed state of a session, kept so that `rollback` can return to it.
 
     It holds KV until it is closed or dropped; it is an async context manager that closes.

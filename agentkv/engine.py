@@ -21,6 +21,7 @@ from .errors import (
     InvalidOptionError,
     RequestError,
 )
+from .handle import Handle
 from .messages import Completion, EngineStats, Message
 from .prompt import Prompt, is_list, to_entries, unknown_option
 from .session import Session
@@ -42,7 +43,7 @@ class _Life(Enum):
     CLOSED = "closed"
 
 
-class Engine:
+class Engine(Handle):
     """One model, its KV memory and its sessions. Open it with `async with`, in asyncio or trio.
 
     `open_runner` is called off the loop with the configuration and returns a Runner. `tokenizer`

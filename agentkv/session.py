@@ -33,6 +33,7 @@ from .errors import (
     SessionBusyError,
     SessionClosedError,
 )
+from .handle import Handle
 from .messages import Completion, Message, Usage
 from .prompt import Prompt, check_scored, encode_continuations, parse_options, to_entries
 from .stream import Stream
@@ -62,7 +63,7 @@ class Status(Enum):
     CLOSED = "closed"
 
 
-class Session:
+class Session(Handle):
     """A handle on one conversation. Calls on it run one at a time, in the order they first run.
 
     Made by `Engine.session` and `fork`. Awaiting it warms it: the messages so far are encoded and

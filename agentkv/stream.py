@@ -13,6 +13,7 @@ from types import TracebackType
 import anyio
 
 from .errors import RequestError
+from .handle import Handle
 from .messages import Completion, Delta
 from .text.stopping import ReplyText
 from .turn import Host, Turn
@@ -21,7 +22,7 @@ from .worker import Call, Finished
 __all__ = ["Stream"]
 
 
-class Stream:
+class Stream(Handle):
     """An async context manager and iterator of `Delta`s, made by `Session.stream`.
 
     The turn is committed when the iteration reaches its end, or by `result()` or `stop()`. Leaving

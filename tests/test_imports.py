@@ -13,9 +13,10 @@ import pytest
 import agentkv
 
 ROOT = Path(agentkv.__file__).parent
-SHELL = {"worker", "text", "messages", "config", "errors"}
+SHELL = {"worker", "text", "messages", "config", "errors", "handle"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "handle": set(),
     "messages": {"errors"},
     "config": {"errors"},
     "kv": {"errors"},
