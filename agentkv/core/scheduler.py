@@ -87,9 +87,11 @@ class Scheduler:
         assert all(sequence.table is not None for sequence in self.running), "one runs without"
         for queue in (self.waiting, self.running):
             assert queue == sorted(queue, key=_rank), "a queue is out of order"
-        assert self._num_owed == sum(s.num_owed for s in self.running + self.waiting)
+        owed = sum(sequence.num_owed for sequence in self.running + self.waiting)
+        assert self._num_owed == owed, f"{self._num_owed} blocks are owed, and {owed} by sequences"
         assert len(self.running) <= self._max_num_seqs, "too many sequences run"
-        assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in self.running + self.waiting)
+        most = max((s.num_preemptions for s in self.running + self.waiting), default=0)
+        assert most <= MAX_PREEMPTIONS, f"a sequence is preempted for ever: {most} times"
         self._snapshots.check(Counter(s.request.snapshot for s in self.running))
 
     # The plan.

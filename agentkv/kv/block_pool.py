@@ -131,7 +131,8 @@ class BlockPool:
             kept = bool(self.is_retained[block])
             assert kept or block not in sets[1], f"idle block {block} is not retained"
             assert not kept or block in sets[1] | sets[3], f"free block {block} is retained"
-        assert self.used_slots == sum(self.filled_slots[block] for block in counts)
+        filled = sum(self.filled_slots[block] for block in counts)
+        assert self.used_slots == filled, f"{self.used_slots} slots are counted, {filled} filled"
 
     def idle_order(self) -> list[int]:
         """Idle blocks, the least recently used first."""

@@ -174,7 +174,8 @@ class KVMemory:
         tables = list(tables)
         self.pool.check([*(table.block_ids for table in tables), *([src] for src in pinned)])
         self.cache.check()
-        assert self.logical_tokens == sum(table.num_tokens for table in tables)
+        logical = sum(table.num_tokens for table in tables)
+        assert self.logical_tokens == logical, f"{self.logical_tokens} tokens are counted: {tables}"
         for table in tables:
             full = table.num_tokens // self.block_size
             assert len(table.block_ids) == self.blocks_for(table.num_tokens), f"length: {table}"
@@ -184,6 +185,10 @@ class KVMemory:
                 entry = self.cache.entry_of(block)
                 assert entry.parent is parent, f"block {block} of a table is not its chain's next"
                 parent = entry
+            for at, block in enumerate(table.block_ids):
+                needed = min(self.block_size, table.num_tokens - at * self.block_size)
+                is_filled = needed <= self.pool.filled_slots[block]
+                assert is_filled, f"block {block} is not filled to slot {needed} of {table}"
 
     def _set_length(self, table: BlockTable, num_tokens: int) -> None:
         self.logical_tokens += num_tokens - table.num_tokens

@@ -127,6 +127,10 @@ class PrefixCache:
         entries = [entry for bucket in self._buckets.values() for entry in bucket]
         assert len(entries) == len(self._by_block), "an entry is listed twice or not at all"
         assert len({entry.key for entry in entries}) == len(entries), "two entries are equal"
+        for value, bucket in self._buckets.items():
+            assert bucket, "a bucket is empty"
+            is_own = all(self._hash(entry.key) == value for entry in bucket)
+            assert is_own, "an entry is listed under another's hash"
         retained = {b for b in range(self._pool.num_blocks) if self._pool.is_retained[b]}
         assert retained == set(self._by_block), "retained blocks are not the published ones"
         idle_since = {block: at for at, block in enumerate(self._pool.idle_order())}
@@ -135,7 +139,8 @@ class PrefixCache:
             assert entry.is_live, f"block {block} has an evicted entry"
             assert entry.block == block, f"block {block} is listed under {entry.block}"
             parent = entry.parent
-            assert entry.key[1] == (0 if parent is None else parent.serial)
+            serial = 0 if parent is None else parent.serial
+            assert entry.key[1] == serial, f"block {block} is not keyed by its parent"
             if parent is None:
                 continue
             assert self._by_block.get(parent.block) is parent, f"block {block} is an orphan"
@@ -144,7 +149,8 @@ class PrefixCache:
             if parent.block in idle_since:
                 assert block in idle_since, f"block {block} is in use and its parent is not"
                 assert idle_since[block] < idle_since[parent.block], f"{block} outlives its parent"
-        assert all(self._by_block[b].num_children == num for b, num in children.items())
+        counted = {block: entry.num_children for block, entry in self._by_block.items()}
+        assert counted == children, f"children are miscounted: {counted}, not {children}"
 
     def _lookup(self, key: tuple[Hashable, ...]) -> Entry | None:
         for entry in self._buckets.get(self._hash(key), ()):
