@@ -92,7 +92,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     Blocks: `num_blocks` = free + cached (kept for reuse, held by nobody) + in use + quarantined.
     `logical_tokens` sums the KV lengths of all snapshots and sequences, `physical_tokens` counts
     shared ones once. `utilisation` is physical tokens / (blocks in use x block_size). The rest
-    counts since the engine opened.
+    counts since the engine opened: of the tokens computed, `prefill_tokens` are those of inputs,
+    `decode_tokens` those behind them, and `recomputed_tokens` those computed before.
     """
 
     num_blocks: int = 0

@@ -263,9 +263,12 @@ class Core:
 
     def _count(self, span: Span) -> None:
         again = span.sequence.note_computed(span.start, span.end)
+        first = span.start + again
+        # A span may reach from the input into what follows it.
+        inputs = max(0, min(span.end, span.sequence.num_input) - first)
         self._counts["recomputed"] += again
-        is_decode = span.start >= span.sequence.num_input
-        self._counts["decode" if is_decode else "prefill"] += span.end - span.start - again
+        self._counts["prefill"] += inputs
+        self._counts["decode"] += span.end - first - inputs
 
     def _accept(self, sequence: Sequence, token_id: int, result: RowResult) -> None:
         request = sequence.request

@@ -133,6 +133,24 @@ def test_warming_computes_all_but_the_last_id() -> None:
     assert turn.output_ids == witness_reply([*ids_of(8, 21), 1, 2], 3)
 
 
+@pytest.mark.parametrize(("num_blocks", "preempted"), [(8, True), (64, False)])
+def test_tokens_of_prompts_and_of_replies_are_counted_apart(
+    num_blocks: int, preempted: bool
+) -> None:
+    core, _ = make_core(num_blocks=num_blocks, block_size=2)
+    made = [request(Snapshot(TokenIds.EMPTY), ids_of(n, 4), 11) for n in range(3)]
+    scored = ids_of(9, 6)
+    made.append(request(Snapshot(TokenIds.EMPTY), ids_of(8, 4), 0, kind="score", score_ids=scored))
+    for one in made:
+        core.submit(one)
+    run(core)
+    stats = core.stats()
+    assert (stats.preemptions > 0) == preempted
+    assert stats.prefill_tokens == sum(finished(one).usage.prefill_tokens for one in made) == 16
+    # The last id of each has no KV yet.
+    assert stats.decode_tokens == 3 * 10 + 5
+
+
 def test_a_score_sums_the_log_probabilities_of_the_continuation() -> None:
     core, _ = make_core()
     for length in (1, 4, 9, 100):
