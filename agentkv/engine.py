@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
@@ -61,7 +62,10 @@ class Engine(Handle):
         config: EngineConfig | None = None,
     ) -> None:
         if not callable(open_runner):
-            raise InvalidOptionError(f"open_runner={short(open_runner)} cannot be called")
+            raise InvalidOptionError(
+                f"open_runner={short(open_runner)} cannot be called; a model is opened with "
+                "Engine.from_pretrained"
+            )
         if tokenizer is not None and not isinstance(tokenizer, ChatTokenizer):
             raise InvalidOptionError(f"tokenizer={short(tokenizer)} is no ChatTokenizer")
         _check_config(config)
@@ -109,9 +113,19 @@ class Engine(Handle):
             raise InvalidOptionError(f"progress={short(progress)} cannot be called")
 
         def open_runner(config: EngineConfig) -> Runner:
+            from .model.sources import find_model
+
+            source = model
+            if not is_loaded:
+                # Before torch is imported, which takes seconds.
+                source = find_model(
+                    model,
+                    allow_remote_code=config.allow_remote_code,
+                    progress=partial(progress, "find") if progress else lambda share: None,
+                )
             from .model.opening import open_pretrained
 
-            return open_pretrained(model, tokenizer=tokenizer, config=config, progress=progress)
+            return open_pretrained(source, tokenizer=tokenizer, config=config, progress=progress)
 
         return cls(open_runner, config=chosen)
 

@@ -96,3 +96,23 @@ def test_importing_the_sdk_imports_no_torch(module: str) -> None:
         f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [("./absent", "exists"), ("absent.gguf", "no model"), (".", "no config")]
+)
+def test_a_model_that_is_not_there_is_refused_without_torch(
+    model: str, said: str, tmp_path: Path
+) -> None:
+    code = f"""
+import sys, anyio, agentkv
+
+async def main():
+    try:
+        await agentkv.Engine.from_pretrained({model!r}).__aenter__()
+    except agentkv.ModelError as error:
+        return {said!r} in str(error)
+
+sys.exit(not anyio.run(main) or "torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path).returncode == 0

