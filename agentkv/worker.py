@@ -54,6 +54,8 @@ _logger = logging.getLogger("agentkv")
 
 T = TypeVar("T")
 
+# How long an engine without a step in progress may take to free its memory.
+FREEING_S = 0.5
 
 # Threads that run, or end just now, and their workers.
 _step_threads: WeakKeyDictionary[threading.Thread, Worker] = WeakKeyDictionary()
@@ -119,34 +121,42 @@ class Worker:
         """Stop the thread, waiting for its step at most `close_timeout_s`. Idempotent."""
         self.refuse(_closed)
         self._commands.put(None)
-        if self._is_on_own_loop():
-            with anyio.move_on_after(self.config.close_timeout_s, shield=True):
-                await self._ended.wait()
-            has_ended = self._ended.is_set()
-        else:
-            # Its loop is over, so the thread ends without anybody there to tell.
-            wait = partial(self._thread_ended.wait, self.config.close_timeout_s)
-            has_ended = await anyio.to_thread.run_sync(wait, abandon_on_cancel=True)
-        if not has_ended and not self._is_given_up:
+        if await self._ends_within(self.config.close_timeout_s) or self._is_given_up:
+            return
+        # Where no step runs, or it has just returned, the thread has but to free the memory.
+        if self._quarantine() or not await self._ends_within(FREEING_S):
             self._is_given_up = True
-            self._quarantine()
+
+    async def _ends_within(self, seconds: float) -> bool:
+        """Wait for the thread's work to end; whether it has."""
+        if self._is_on_own_loop():
+            with anyio.move_on_after(seconds, shield=True):
+                await self._ended.wait()
+            return self._ended.is_set()
+        # Its loop is over, so the thread ends without anybody there to tell.
+        wait = partial(self._thread_ended.wait, seconds)
+        return await anyio.to_thread.run_sync(wait, abandon_on_cancel=True)
 
     def abandon(self) -> None:
         """Let the thread end: no handle is left that could ask for anything. On any thread."""
         self._refusal = self._refusal or _closed
         self._commands.put(None)
 
-    def _quarantine(self) -> None:
+    def _quarantine(self) -> bool:
+        """Give up the load or the step that does not return; False if neither is in progress."""
         if self._core is None:
             _logger.warning("the engine was closed while its model loads; the thread ends after it")
-            return
+            return True
         block_ids = self._core.quarantine()
+        if not block_ids:
+            return False
         self.stats = self._core.stats()
         _logger.warning(
             "a step did not return within close_timeout_s=%g; its thread keeps KV blocks %s",
             self.config.close_timeout_s,
             list(block_ids),
         )
+        return True
 
     # What the loop asks for.
 

@@ -80,6 +80,30 @@ async def test_closing_ends_every_call_and_waits_no_longer_than_told() -> None:
         release.set()
 
 
+async def test_an_engine_that_runs_no_step_is_not_said_to_hang(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    may_free = threading.Event()
+
+    class SlowToFree(WitnessRunner):
+        def close(self) -> None:
+            may_free.wait(20)
+            super().close()
+
+    runner = SlowToFree(num_blocks=64, tokenizer=byte_tokenizer())
+    engine = Engine(lambda _: runner, config=EngineConfig(debug=True, close_timeout_s=0.0))
+    async with engine, anyio.create_task_group() as group:
+        session = engine.session(system=SYSTEM)
+        await session.generate("x", max_tokens=4)
+        group.start_soon(engine.aclose)
+        for _ in range(10):
+            await anyio.lowlevel.checkpoint()
+        may_free.set()
+    assert runner.is_closed
+    assert not engine.stats().used_blocks
+    assert not caplog.records
+
+
 async def refused(session: Session) -> None:
     with pytest.raises(EngineClosedError):
         await session.generate("x", max_tokens=4)
