@@ -174,6 +174,12 @@ class Session(Handle):
 
         The turn is committed when the reader reaches the end or awaits `result()` or `stop()`;
         leaving the block earlier discards it.
+
+        Raises:
+            TypeError: an option is not known.
+            RequestError: the prompt or an option is wrong.
+            CapacityError: by its length alone the prompt cannot fit.
+            WrongLoopError: there is a timeout, and this is not the engine's loop.
         """
         chosen = parse_options(self._host, options)
         entries = to_entries(self._host, prompt)

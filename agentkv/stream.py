@@ -56,7 +56,7 @@ class Stream(Handle):
         self._begin = begin
         self._commit = commit
         self._end = end
-        self._deadline = None if timeout is None else anyio.current_time() + timeout
+        self._deadline = None if timeout is None else host.worker.now() + timeout
         self._turn: Turn | None = None
         self._text: ReplyText | None = None
         # Sampled ids up to here are read, the last of them not yet in a delta with text.

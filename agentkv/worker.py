@@ -172,6 +172,13 @@ class Worker:
         if not self._is_on_own_loop():
             raise WrongLoopError("an engine belongs to the event loop that opened it")
 
+    def now(self) -> float:
+        """What the clock of the engine's loop shows, in a task or in a callback of it."""
+        self.check_loop()
+        loop: Any = self._loop  # Any: as in `_publish`
+        clock = sys.modules["trio"].current_time if hasattr(loop, "run_sync_soon") else loop.time
+        return float(clock())
+
     def check_closing(self) -> None:
         """Raise unless this is the engine's loop, or that loop is over and handles are let go."""
         if not self._is_loop_over():

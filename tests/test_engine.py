@@ -22,6 +22,7 @@ from agentkv import (
     OutOfBlocksError,
     Session,
     StepError,
+    Stream,
     WrongLoopError,
 )
 from agentkv.core.batch import Batch
@@ -128,15 +129,25 @@ async def test_an_engine_is_used_open_and_on_its_own_loop() -> None:
 async def test_callbacks_of_the_loop_are_on_the_loop(bench: Bench) -> None:
     session, done = bench.engine.session(system=SYSTEM), anyio.Event()
     forks: list[Session] = []
+    streams: list[Stream] = []
 
     def callback() -> None:
         forks.append(session.fork())
         session.add("x")
+        streams.append(session.stream(timeout=60, max_tokens=3))
         done.set()
 
     from_thread()(callback)
     await done.wait()
     assert forks[0].parent == session.id
+    async with streams[0] as stream:
+        assert len((await stream.result()).token_ids) == 3
+
+
+async def test_a_stream_with_a_timeout_is_refused_off_the_loop(bench: Bench) -> None:
+    session = bench.engine.session(system=SYSTEM)
+    with pytest.raises(WrongLoopError):
+        await anyio.to_thread.run_sync(lambda: session.stream("x", timeout=60))
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
