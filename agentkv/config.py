@@ -158,10 +158,13 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
         self._check_bias()
 
     def _check_stops(self) -> None:
-        for name, values in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+        for name, values, kind in (
+            ("stop", self.stop, "strings"),
+            ("stop_token_ids", self.stop_token_ids, "token ids"),
+        ):
             if not isinstance(values, tuple) or len(values) > MAX_STOPS:
                 raise InvalidOptionError(
-                    f"{name}={short(values)} must be a tuple with at most {MAX_STOPS} entries"
+                    f"{name}={short(values)} must be a tuple of at most {MAX_STOPS} {kind}"
                 )
         for at, text in enumerate(self.stop):
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:

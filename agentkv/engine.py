@@ -267,7 +267,7 @@ def _check_config(config: EngineConfig | None) -> None:
 def _start(
     host: Host, system: str | Sequence[int] | None, messages: Sequence[Message] | Sequence[int]
 ) -> text.Conversation:
-    opening = list(to_entries(host, system))
+    opening = list(to_entries(host, system, name="the system prompt"))
     if isinstance(system, str):
         opening = [Message("system", system)]
     if isinstance(messages, (str, Message)) or messages is None:

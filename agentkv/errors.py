@@ -125,7 +125,10 @@ class OutOfBlocksError(CapacityError):
         self.available = available
 
     def __str__(self) -> str:
-        return f"{self.needed} KV blocks are needed and {self.available} are available"
+        return (
+            f"{self.needed} KV blocks are needed and {self.available} are available; ask for "
+            "less at once, or open the engine with a larger num_blocks or kv_memory_bytes"
+        )
 
 
 class ContextLengthError(CapacityError):
@@ -140,7 +143,7 @@ class ContextLengthError(CapacityError):
         return (
             f"the request takes {self.tokens} tokens and the limit is {self.limit}; "
             "shorten the prompt or max_tokens, or open the engine with a larger max_context or "
-            "more KV memory, whichever is the limit"
+            "more KV memory (num_blocks, kv_memory_bytes), whichever is the limit"
         )
 
 

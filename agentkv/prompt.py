@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import MAX_LOGIT_BIAS, MAX_STOPS, GenerateOptions, SamplingOptions
+from .config import MAX_LOGIT_BIAS, MAX_STOPS, GenerateOptions, SamplingOptions, short
 from .errors import ContextLengthError, InvalidOptionError, QueueFullError, RequestError
 from .messages import Message
 from .text import conversation as text
@@ -44,10 +44,16 @@ def parse_options(host: Host, options: GenerateOptions) -> SamplingOptions:
     given: dict[str, Any] = dict(options)  # Any: as given
     if isinstance(stop := given.get("stop"), str):
         given["stop"] = (stop,)
-    for name in ("stop", "stop_token_ids"):
-        values: Any = given.get(name)  # Any: whatever was given
-        if is_list(values) and not isinstance(values, str) and len(values) <= MAX_STOPS:
-            given[name] = tuple(values.tolist() if isinstance(values, np.ndarray) else values)
+    for name, form in (
+        ("stop", f"a string or a list of at most {MAX_STOPS} strings"),
+        ("stop_token_ids", f"a list of at most {MAX_STOPS} token ids"),
+    ):
+        if name not in given:
+            continue
+        values: Any = given[name]  # Any: whatever was given
+        if not is_list(values) or isinstance(values, str) or len(values) > MAX_STOPS:
+            raise InvalidOptionError(f"{name}={short(values)} must be {form}")
+        given[name] = tuple(values.tolist() if isinstance(values, np.ndarray) else values)
     bias = given.get("logit_bias")
     if isinstance(bias, Mapping) and len(bias) <= MAX_LOGIT_BIAS:
         # The step thread reads it while the caller may go on changing theirs.
@@ -71,8 +77,10 @@ def unknown_option(name: str, known: Sequence[str]) -> str:
     return f"there is no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
-def to_entries(host: Host, prompt: Prompt | None) -> tuple[Entry, ...]:
+def to_entries(host: Host, prompt: Prompt | None, *, name: str = "the prompt") -> tuple[Entry, ...]:
     """A prompt as messages and spans of raw ids, checked as far as nothing need be rendered.
+
+    An error calls it `name`.
 
     Raises:
         RequestError: the prompt is empty, mixes messages and ids, or holds something else.
@@ -84,12 +92,15 @@ def to_entries(host: Host, prompt: Prompt | None) -> tuple[Entry, ...]:
         return checked_messages(host, (prompt,))
     if isinstance(prompt, str):
         if not prompt:
-            raise RequestError("the prompt is empty")
+            raise RequestError(f"{name} is empty")
         return checked_messages(host, (Message("user", prompt),))
     if not is_list(prompt):
-        raise RequestError(f"a prompt is text, messages or token ids, not {type(prompt).__name__}")
+        raise RequestError(
+            f"{name} is text, messages such as Message('user', text), or token ids, not "
+            f"{type(prompt).__name__}"
+        )
     if len(prompt) == 0:
-        raise RequestError("the prompt is empty")
+        raise RequestError(f"{name} is empty")
     if len(prompt) > host.limit:
         # Each message takes a token at least.
         raise ContextLengthError(len(prompt), host.limit)
@@ -129,10 +140,15 @@ def check_scored(host: Host, texts: Sequence[str]) -> None:
         CapacityError: a text does not fit, or there are too many.
     """
     tokenizer, most = host.tokenizer, host.config.max_waiting
-    if not isinstance(texts, (list, tuple)) or not texts:
+    if not isinstance(texts, (list, tuple)):
         raise RequestError(f"score takes a list of texts, not {type(texts).__name__}")
+    if not texts:
+        raise RequestError("score takes at least one text; the list is empty")
     if len(texts) > most:
-        raise QueueFullError(f"{len(texts)} texts would wait and max_waiting={most}")
+        raise QueueFullError(
+            f"{len(texts)} texts would wait and max_waiting={most}; score fewer at once, or open "
+            "the engine with a larger max_waiting"
+        )
     if wrong := [type(text).__name__ for text in texts if not isinstance(text, str)]:
         raise RequestError(f"score takes texts, not {wrong[0]}")
     if tokenizer is None:

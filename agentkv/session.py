@@ -47,6 +47,7 @@ from .turn import (
     check_capacity,
     complete,
     derive_key,
+    out_of_time,
     plan_turn,
 )
 from .worker import Finished, Lease
@@ -374,7 +375,9 @@ class Session(Handle):
     def _check_idle(self) -> None:
         self._check_open()
         if self._lock.value == 0:
-            raise SessionBusyError(f"session {self.id} has a running or waiting call")
+            raise SessionBusyError(
+                f"session {self.id} has a running or waiting call; await it first, or use a fork"
+            )
 
     def _open_stream(self) -> Stream | None:
         stream = self._stream() if self._stream is not None else None
@@ -390,7 +393,9 @@ class Session(Handle):
         """Wait for the session's other calls, then plan a turn on what they left."""
         self._check_open()
         if self._open_stream() is not None:
-            raise SessionBusyError(f"a stream of session {self.id} is open")
+            raise SessionBusyError(
+                f"a stream of session {self.id} is open; leave its block first, or use a fork"
+            )
         most = self._host.config.max_waiting_per_session
         if self._lock.statistics().tasks_waiting >= most:
             raise QueueFullError(
@@ -421,7 +426,7 @@ class Session(Handle):
         chosen = parse_options(self._host, options)
         entries = to_entries(self._host, prompt)
         check_number("timeout", timeout, 0.0, 1e9)
-        with anyio.fail_after(timeout):
+        with anyio.move_on_after(timeout):
             turn = await self._begin(entries, chosen, reply=True)
             try:
                 self._submit(turn, n)
@@ -438,6 +443,7 @@ class Session(Handle):
                 )
             finally:
                 self._end(turn)
+        raise out_of_time(timeout)
 
     def _submit(self, turn: Turn, n: int) -> None:
         self._check_open()

@@ -16,7 +16,7 @@ from .errors import RequestError
 from .handle import Handle
 from .messages import Completion, Delta
 from .text.stopping import ReplyText
-from .turn import Host, Turn
+from .turn import Host, Turn, out_of_time
 from .worker import Call, Finished
 
 __all__ = ["Stream"]
@@ -40,6 +40,7 @@ class Stream(Handle):
         "_is_closed",
         "_seen",
         "_text",
+        "_timeout",
         "_turn",
         "_unsent",
     )
@@ -56,6 +57,7 @@ class Stream(Handle):
         self._begin = begin
         self._commit = commit
         self._end = end
+        self._timeout = timeout
         self._deadline = None if timeout is None else host.worker.now() + timeout
         self._turn: Turn | None = None
         self._text: ReplyText | None = None
@@ -192,9 +194,11 @@ class Stream(Handle):
         left = math.inf if self._deadline is None else self._deadline - anyio.current_time()
         if left <= 0:
             # Also for a reader that comes too late for a reply that is whole by now.
-            raise TimeoutError
-        with anyio.fail_after(None if left == math.inf else left):
+            raise out_of_time(self._timeout)
+        with anyio.move_on_after(None if left == math.inf else left) as scope:
             yield
+        if scope.cancelled_caught:
+            raise out_of_time(self._timeout)
 
     def _close(self) -> None:
         self._is_closed = True

@@ -147,6 +147,11 @@ async def _off_loop(host: Host, work: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]  # None only beside an error, or when T is None
 
 
+def out_of_time(timeout: float | None) -> TimeoutError:
+    """The error of a turn that was not whole after `timeout` seconds."""
+    return TimeoutError(f"no whole reply within timeout={timeout} s; the turn is discarded")
+
+
 def check_capacity(
     host: Host, plan: TurnPlan, max_tokens: int | None, *, min_tokens: int = 1, rows: int = 1
 ) -> int:

@@ -170,7 +170,10 @@ class Worker:
     def check_loop(self) -> None:
         """Raise unless this runs on the engine's loop, in a task or in a callback."""
         if not self._is_on_own_loop():
-            raise WrongLoopError("an engine belongs to the event loop that opened it")
+            raise WrongLoopError(
+                "an engine belongs to the event loop that opened it; from another thread, use "
+                "anyio.from_thread.run or asyncio.run_coroutine_threadsafe"
+            )
 
     def now(self) -> float:
         """What the clock of the engine's loop shows, in a task or in a callback of it."""
@@ -210,7 +213,8 @@ class Worker:
         waiting = len(self._calls) + len(requests) - self.config.max_num_seqs
         if waiting > self.config.max_waiting:
             raise QueueFullError(
-                f"{waiting} requests would wait and max_waiting={self.config.max_waiting}"
+                f"{waiting} requests would wait and max_waiting={self.config.max_waiting}; ask "
+                "again when some have ended, or open the engine with a larger max_waiting"
             )
         calls = [Call(self, request) for request in requests]
         for call in calls:

@@ -36,6 +36,7 @@ from agentkv import (
     Session,
     SessionClosedError,
 )
+from agentkv.config import short
 from agentkv.testing.byte_tokenizer import byte_tokenizer
 from agentkv.testing.witness import WitnessRunner
 from agentkv.text.tokenizer import ChatTokenizer
@@ -177,14 +178,14 @@ def _option_cases() -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
             yield {name: value}, (f"{name}={value!r}", "True or False")
     yield {"min_tokens": 5, "max_tokens": 2}, ("min_tokens=5", "max_tokens=2")
     for stops in _any((5, None, {"x"}, b"x")):
-        yield {"stop": stops}, ("stop=", "tuple with at most 64 entries")
+        yield {"stop": stops}, (f"stop={short(stops)} must be a", "of at most 64 strings")
     for stops in (("x",) * 65, MANY_TEXTS):
         yield {"stop": stops}, (f"of length {len(stops)}", "at most 64")
     yield {"stop": ("a", "")}, ("stop[1]", "1 to 1024 characters", "not 0")
     yield {"stop": ("x" * 1025,)}, ("stop[0]", "1 to 1024 characters", "not 1025")
     yield {"stop": (5,)}, ("stop[0]", "not int")
     for stops in _any((5, None, "12", MANY_IDS)):
-        yield {"stop_token_ids": stops}, ("stop_token_ids=", "at most 64 entries")
+        yield {"stop_token_ids": stops}, ("stop_token_ids=", "of at most 64 token ids")
     for token_id in _any((-1, 2**31, 2**63, True, 1.0, "5")):
         yield {"stop_token_ids": (token_id,)}, (f"stop_token_ids={token_id!r}", "from 0 to")
         yield {"logit_bias": {token_id: 1.0}}, (f"logit_bias token id={token_id!r}", "from 0 to")
@@ -212,6 +213,8 @@ def _options() -> Iterator[Case]:
             says,
             timeout,
         )
+    yield _generate(InvalidOptionError, ("a string or a list of at most 64 strings",), stop=3)
+    yield _generate(InvalidOptionError, ("stop_token_ids=3 must be a list",), stop_token_ids=3)
     for name in _any(("tools", "n", "best_of", "max_new_tokens", "self")):
         yield _generate(TypeError, (name,), **{name: 1})
     for options, says in list(_option_cases())[::7]:
@@ -301,8 +304,14 @@ _TOO_LONG: list[tuple[str, object]] = [
 
 def _wrong_prompts() -> Iterator[tuple[str, object, type[Exception], tuple[str, ...]]]:
     for value in _NOT_A_PROMPT:
-        yield repr(value)[:40], value, RequestError, (type(value).__name__, "text, messages or")
-    yield "a generator", (n for n in [1, 2]), RequestError, ("generator", "text, messages or")
+        kinds = (type(value).__name__, "messages such as Message('user', text)")
+        yield repr(value)[:40], value, RequestError, kinds
+    yield (
+        "a generator",
+        (n for n in [1, 2]),
+        RequestError,
+        ("generator", "messages such as Message('user', text)"),
+    )
     yield "''", "", RequestError, ("empty",)
     yield "[]", [], RequestError, ("empty",)
     for token_id in _BAD_IDS:
@@ -473,12 +482,15 @@ def _sessions() -> Iterator[Case]:
             name,
         )
     for texts in _any((5, None, "text", {"x"}, [], b"x")):
+        named = (
+            "at least one text" if texts == [] else f"a list of texts, not {type(texts).__name__}"
+        )
         yield Case(
             "Session.score",
             f"{texts!r}",
             lambda place, texts: place.session.score(texts),
             RequestError,
-            ("a list of texts, not", type(texts).__name__),
+            (named,),
             texts,
         )
     for text in _any((5, None, b"x", ["x"])):
@@ -698,7 +710,7 @@ def _engines() -> Iterator[Case]:
         "n rows that do not fit together",
         lambda place, _: place.engine.generate("x", n=40, max_tokens=100),
         OutOfBlocksError,
-        ("64 are available",),
+        ("64 are available", "num_blocks or kv_memory_bytes"),
     )
     for priority in (-(2**31) - 1, 2**31, 1.0, True, "1", None):
         yield Case(

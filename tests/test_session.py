@@ -102,7 +102,7 @@ async def test_a_cancelled_turn_never_happened(bench: Bench) -> None:
 async def test_a_timeout_leaves_the_session_as_it_was(bench: Bench) -> None:
     session = await bench.engine.session(system=SYSTEM)
     ids = session.token_ids
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="no whole reply within timeout=0 s"):
         await session.generate("x", max_tokens=10, timeout=0)
     assert session.token_ids == ids
     assert session.status is Status.IDLE
@@ -350,7 +350,7 @@ async def test_scoring_takes_its_turn_like_any_call() -> None:
             group.start_soon(score)
             while session.status is Status.IDLE:
                 await anyio.lowlevel.checkpoint()
-            with pytest.raises(SessionBusyError):
+            with pytest.raises(SessionBusyError, match="await it first, or use a fork"):
                 session.add("meanwhile")
             group.start_soon(generate)
         assert order == ["score", "generate"]

@@ -56,7 +56,7 @@ async def test_code_in_a_block_that_awaits_a_session_it_is_in_is_refused(bench: 
     outer, inner = (bench.engine.session(system=SYSTEM) for _ in range(2))
 
     async def awaits(session: Session) -> None:
-        with pytest.raises(SessionBusyError):
+        with pytest.raises(SessionBusyError, match="leave its block first, or use a fork"):
             await session.generate("no")
         with pytest.raises(SessionBusyError):
             await session
@@ -209,7 +209,7 @@ async def test_a_late_reader_is_out_of_time_even_if_the_reply_is_whole(
             await bench.engine.generate([5], max_tokens=20)
             with monkeypatch.context() as patch:
                 patch.setattr(anyio, "current_time", lambda: clock() + 61)
-                with pytest.raises(TimeoutError):
+                with pytest.raises(TimeoutError, match="timeout=60 s"):
                     await (anext(stream) if is_read else stream.result())
         assert session.token_ids == ()
     late = session.stream(max_tokens=5, timeout=60)
