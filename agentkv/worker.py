@@ -121,11 +121,13 @@ class Worker:
         """Stop the thread, waiting for its step at most `close_timeout_s`. Idempotent."""
         self.refuse(_closed)
         self._commands.put(None)
-        if await self._ends_within(self.config.close_timeout_s) or self._is_given_up:
-            return
-        # Where no step runs, or it has just returned, the thread has but to free the memory.
-        if self._quarantine() or not await self._ends_within(FREEING_S):
-            self._is_given_up = True
+        for seconds in (self.config.close_timeout_s, FREEING_S):
+            if await self._ends_within(seconds) or self._is_given_up:
+                return
+            # Where no step runs, or it has just returned, the thread has but to free the memory.
+            if self._quarantine():
+                break
+        self._is_given_up = True
 
     async def _ends_within(self, seconds: float) -> bool:
         """Wait for the thread's work to end; whether it has."""

@@ -43,7 +43,7 @@ NEVER_WAIT = {
     "async with self.session(system=system, namespace=namespace) as session:",
 }
 # An await on a loop that comes after the scenario's own; tests/test_loops.py goes there.
-ON_ANOTHER_LOOP = {"has_ended = await anyio.to_thread.run_sync(wait, abandon_on_cancel=True)"}
+ON_ANOTHER_LOOP = {"return await anyio.to_thread.run_sync(wait, abandon_on_cancel=True)"}
 # The rest of the disturbances is in the full proof.
 SHORT: list[tuple[Backend, str]] = [
     ("asyncio", "cancel"),
