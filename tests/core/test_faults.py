@@ -10,6 +10,7 @@ import pytest
 
 from agentkv.config import SamplingOptions
 from agentkv.core.batch import Batch, RowResult
+from agentkv.core.plan import Plan
 from agentkv.core.protocols import FatalRunnerError
 from agentkv.core.sequence import Finished, Request, Snapshot, TokenIds
 from agentkv.errors import (
@@ -146,6 +147,25 @@ def test_a_second_failing_step_in_a_row_ends_the_engine() -> None:
     assert driver.core.stats().used_blocks == 0
 
 
+def test_failing_steps_that_do_not_follow_each_other_end_nothing() -> None:
+    driver = CoreDriver()
+
+    def explode(batch: Batch) -> None:
+        raise RuntimeError("on purpose")
+
+    for _ in range(3):
+        driver.runner.before_step = explode
+        bad = driver.submit(None, [1])
+        driver.step()
+        assert isinstance(bad.error, StepError)
+        driver.runner.before_step = lambda batch: None
+        good = driver.submit(None, [2], count=2)
+        driver.run()
+        driver.verify(good)
+        driver.core.release(good.snapshot)
+    driver.verify_idle()
+
+
 @pytest.mark.parametrize("error", [FatalRunnerError("the device is lost"), KeyboardInterrupt()])
 def test_what_cannot_be_contained_leaves_the_step(error: BaseException) -> None:
     driver = CoreDriver()
@@ -173,6 +193,38 @@ def test_results_that_do_not_fit_the_rows_fail_them() -> None:
     assert "1 rows gave 0 results" in str(getattr(wrong_count.error, "cause", ""))
     assert "no token of the vocabulary" in str(wrong_token.error)
     driver.verify_idle()
+
+
+LIES: list[tuple[RowResult, str]] = [
+    (RowResult(), "2 targets gave 0 log-probabilities"),
+    (RowResult(target_logprobs=(-1.0,)), "2 targets gave 1 log-probabilities"),
+    (RowResult(target_logprobs=(-1.0,) * 3), "2 targets gave 3 log-probabilities"),
+    (RowResult(target_logprobs=(-1.0, float("nan"))), "that are not numbers"),
+]
+
+
+@pytest.mark.parametrize(("lie", "message"), LIES, ids=["none", "one", "three", "no number"])
+def test_scores_that_cannot_be_summed_fail_their_row(lie: RowResult, message: str) -> None:
+    driver = CoreDriver()
+    driver.runner.execute = lambda batch: [lie]  # type: ignore[method-assign]  # a liar
+    turn = driver.submit(None, [1, 2, 3], kind="score", score_ids=[4, 5])
+    driver.step()
+    assert message in str(turn.error)
+    driver.verify_idle()
+
+
+def test_a_chunk_that_failed_is_not_published_though_nothing_was_drawn_from_it() -> None:
+    driver = CoreDriver(max_num_seqs=1, max_batch_tokens=65)
+    prompt = [at % 7 for at in range(140)]
+    driver.runner.nan_rows = {1}
+    doomed = driver.submit(None, prompt)
+    driver.step()
+    assert "not finite" in str(doomed.error)
+    again = driver.submit(None, prompt)
+    driver.run()
+    driver.verify(again)
+    assert again.finished.usage.cached_tokens == 0
+    driver.verify_idle([again.snapshot])
 
 
 class Broken:
@@ -232,6 +284,31 @@ def test_a_step_that_hangs_can_be_given_up() -> None:
     assert driver.core.quarantine() == ()
 
 
+def test_a_block_that_a_hanging_step_may_still_copy_is_withdrawn_too() -> None:
+    driver = CoreDriver()
+    warm = driver.submit(None, PROMPT[:7], kind="warm")
+    driver.run()
+    entered, leave, copied = threading.Event(), threading.Event(), set[int]()
+
+    def hang(batch: Batch) -> None:
+        copied.update(copy.src for copy in batch.copies)
+        entered.set()
+        leave.wait(10)
+
+    driver.runner.before_step = hang
+    for at in range(2):
+        driver.submit(warm.snapshot, [at])
+    thread = threading.Thread(target=driver.core.step)
+    thread.start()
+    assert entered.wait(10)
+    named = driver.core.quarantine()
+    leave.set()
+    thread.join(10)
+    assert len(copied) == 1
+    assert copied < set(named)
+    driver.core.check()
+
+
 def test_what_can_never_be_served_is_refused_at_submit() -> None:
     driver = CoreDriver(num_blocks=8)
     for count, size in ((None, 32), (1, 32), (20, 13)):
@@ -240,6 +317,9 @@ def test_what_can_never_be_served_is_refused_at_submit() -> None:
     for ids in ([], [-1], [260]):
         with pytest.raises(RequestError):
             driver.submit(None, ids)
+    for scored in ([-1], [2, 260]):
+        with pytest.raises(RequestError):
+            driver.submit(None, [1], kind="score", score_ids=scored)
     small = driver.submit(None, [1] * 12, count=20)
     with pytest.raises(NamespaceError):
         driver.core.submit(Request(Snapshot(TokenIds([1]), "a"), [2], namespace="b"))
@@ -279,3 +359,16 @@ def test_preempted_scores_and_samples_equal_those_of_a_huge_pool() -> None:
         for turn in turns:
             driver.verify(turn)
         assert (driver.core.stats().preemptions > 0) == (num_blocks == 14)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_score_that_was_preempted_half_way_is_summed_once(steps: int) -> None:
+    driver = CoreDriver(num_blocks=100, max_num_seqs=1, max_batch_tokens=65)
+    turn = driver.submit(None, [1, 2, 3], kind="score", score_ids=[at % 9 for at in range(200)])
+    for _ in range(steps):
+        driver.step()
+    driver.core._scheduler._preempt(Plan(0), driver.core._sequences[turn.request])
+    driver.check()
+    driver.run()
+    driver.verify(turn)
+    driver.verify_idle()

@@ -166,3 +166,43 @@ def test_a_turn_whose_snapshot_is_released_copies_nothing() -> None:
     driver.run()
     driver.verify(again)
     assert driver.core.stats().block_copies == copies
+
+
+def test_a_prompt_that_waits_alone_gets_all_tokens_of_every_step() -> None:
+    driver = CoreDriver(num_blocks=300, max_batch_tokens=80)
+    turn = driver.submit(None, ids(1, 790), count=1)
+    driver.run()
+    driver.verify(turn)
+    assert [batch.num_tokens for batch in driver.runner.batches] == [80] * 9 + [70]
+
+
+def test_the_conversation_used_least_recently_loses_its_kv_first() -> None:
+    driver = CoreDriver(num_blocks=12, max_num_seqs=1, prefix_cache=False)
+    talks = [driver.submit(None, ids(at, 7), count=2) for at in range(3)]
+    driver.run()
+    # It is used again as soon as a turn waits for it.
+    waiting = driver.submit(talks[0].snapshot, [5], count=1)
+    urgent = driver.submit(None, ids(9, 28), count=1, priority=1)
+    driver.step()
+    assert [talk.snapshot.table is None for talk in talks] == [False, True, False]
+    driver.run()
+    for turn in (urgent, waiting):
+        driver.verify(turn)
+
+
+def test_what_is_computed_once_more_is_counted_and_nothing_else() -> None:
+    driver = CoreDriver(num_blocks=64, prefix_cache=False)
+    first = driver.submit(None, ids(1, 12), count=1)
+    driver.run()
+    assert first.snapshot.num_computed == 12
+    # New ids stand where others were computed: they are computed for the first time.
+    other = driver.submit(first.snapshot, ids(2, 9), keep=4, count=1)
+    driver.run()
+    assert (other.finished.usage.cached_tokens, other.finished.usage.recomputed_tokens) == (4, 0)
+    driver.core.release(other.snapshot)
+    while driver.core._snapshots.reclaim_idle():
+        driver.check()
+    again = driver.submit(first.snapshot, ids(3, 2), count=1)
+    driver.run()
+    assert (again.finished.usage.cached_tokens, again.finished.usage.recomputed_tokens) == (0, 12)
+    assert driver.core.stats().recomputed_tokens == 12

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentkv.core.sequence import Request, Snapshot, TokenIds
+from agentkv.core.working import Sequence
 
 ids_lists = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 
@@ -65,3 +66,10 @@ def test_a_request_keeps_the_whole_snapshot_by_default() -> None:
     assert request.namespace == "space"
     assert request.outcome is None
     assert "4" not in repr(Snapshot(TokenIds([4, 4]), None))
+
+
+def test_what_is_reused_again_is_spared_once() -> None:
+    request = Request(Snapshot(TokenIds(range(20))), [])
+    sequence = Sequence(request, 1, block_size=4, capacity=100)
+    assert [sequence.note_reused(length) for length in (8, 8, 12)] == [8, 0, 4]
+    assert sequence.usage().cached_tokens == 12

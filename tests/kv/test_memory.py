@@ -63,6 +63,19 @@ def test_the_index_does_not_grow_with_the_prefixes_ever_seen() -> None:
     memory.check([])
 
 
+def test_a_search_may_begin_at_an_entry_that_was_evicted() -> None:
+    memory = KVMemory(BlockPool(4), 1)
+    words = [b"0", b"1", b"2", b"3"]
+    table = BlockTable()
+    memory.extend(table, 4)
+    memory.commit(table, 4, None, words.__getitem__)
+    entries = [memory.cache.entry_of(block) for block in table.block_ids]
+    memory.release(table)
+    memory.cache.evict(2)
+    for start in (None, *entries):
+        assert memory.cache.find(None, start, words.__getitem__, 4) is entries[1]
+
+
 def test_shared_runs_are_those_that_comparing_every_prefix_finds() -> None:
     rng = random.Random(1)
     for _ in range(300):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentkv.testing.byte_tokenizer import byte_tokenizer
@@ -31,6 +31,8 @@ def test_the_first_complete_stop_string_cuts_the_text(text: str, stops: list[str
 
 
 @given(AB, STOPS, st.lists(st.integers(1, 4), min_size=1))
+@example("aab", ["ab", "aab"], [1])
+@example("aab", ["aab", "ab"], [2])
 def test_no_split_of_the_text_shows_more(text: str, stops: list[str], sizes: list[int]) -> None:
     scanner, shown, position = StopScanner(stops), "", 0
     visible, _ = naive_cut(text, stops)
