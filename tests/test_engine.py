@@ -26,6 +26,7 @@ from agentkv import (
     WrongLoopError,
 )
 from agentkv.core.batch import Batch
+from agentkv.core.core import Core
 from agentkv.core.protocols import FatalRunnerError
 from agentkv.testing.byte_tokenizer import byte_tokenizer
 from agentkv.testing.witness import WitnessRunner
@@ -233,3 +234,39 @@ def test_errors_are_copied_whole(error: AgentKVError) -> None:
         assert vars(again).keys() == vars(error).keys()
     if isinstance(error, StepError):
         assert error.__cause__ is error.cause
+
+
+async def test_an_engine_that_debugs_ends_once_its_books_are_wrong(bench: Bench) -> None:
+    def spoil(core: Core) -> None:
+        core._memory.logical_tokens += 1
+
+    session = bench.engine.session(system=SYSTEM)
+    await session._host.worker.inspect(spoil)
+    with pytest.raises(EngineDeadError) as caught:
+        await session.generate("x", max_tokens=2)
+    assert isinstance(caught.value.cause, AssertionError)
+
+
+async def test_a_runner_is_closed_for_which_no_core_can_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("on purpose")
+
+    monkeypatch.setattr("agentkv.worker.Core", fail)
+    engine, runner = make()
+    with pytest.raises(MemoryError):
+        await engine.__aenter__()
+    assert runner.is_closed
+
+
+async def test_handles_that_outlive_their_engine_ask_for_nothing() -> None:
+    engine, _ = make()
+    async with engine:
+        sessions = [await engine.session(system=SYSTEM) for _ in range(3)]
+        marks = [session.checkpoint() for session in sessions]
+    for session, mark in zip(sessions, marks, strict=True):
+        await session.aclose()
+        await mark.aclose()
+    assert engine._worker is not None
+    assert engine._worker._commands.empty()

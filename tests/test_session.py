@@ -25,8 +25,9 @@ from agentkv import (
 )
 from agentkv.core.batch import Batch
 from agentkv.testing.byte_tokenizer import byte_tokenizer
+from agentkv.testing.scripted import scripted_engine
 from agentkv.testing.witness import WitnessRunner, witness_reply, witness_score
-from tests.bench import Bench, expected, from_thread, make
+from tests.bench import Bench, Gate, expected, from_thread, make
 
 pytestmark = pytest.mark.anyio
 
@@ -202,6 +203,39 @@ async def test_dropping_every_session_frees_every_block(bench: Bench) -> None:
     assert bench.engine.stats().used_blocks == 0
 
 
+async def test_a_dropped_session_gives_its_blocks_back_though_nobody_calls(bench: Bench) -> None:
+    dropped = await bench.engine.session(system=SYSTEM)
+    session = bench.engine.session(messages=[1, 2, 3])
+    gate = Gate(bench.runner, after_steps=2)
+    async with session.stream(max_tokens=3000) as stream:
+        await anext(stream)
+        held = bench.engine.stats().used_blocks
+        del dropped
+        gc.collect()
+        gate.open()
+        # Long before this reply ends.
+        while bench.engine.stats().used_blocks > held - 20:
+            await anext(stream)
+
+
+async def test_what_a_turn_has_replaced_is_held_no_longer(bench: Bench) -> None:
+    session = bench.engine.session(messages=[1, 2, 3])
+    for at in range(5):
+        await session.generate([at] * 13, max_tokens=4)
+        await bench.settle()
+        assert bench.engine.stats().used_blocks == -(-(len(session.token_ids) - 1) // 16)
+
+
+async def test_what_is_said_after_a_rollback_is_drawn_anew(bench: Bench) -> None:
+    session = await bench.engine.session(messages=[1, 2, 3])
+    said = []
+    async with session.checkpoint() as mark:
+        for _ in range(3):
+            said.append((await session.generate([4], max_tokens=12, temperature=1.0)).token_ids)
+            session.rollback(mark)
+    assert len(set(said)) == 3
+
+
 async def test_rollback_and_adopt_move_the_conversation(bench: Bench) -> None:
     session = await bench.engine.session(system=SYSTEM)
     async with session.checkpoint() as mark:
@@ -256,12 +290,13 @@ async def test_samples_share_the_prompt_and_the_first_is_n_of_one(bench: Bench) 
 
 async def test_scores_are_log_probabilities_and_change_nothing(bench: Bench) -> None:
     session = await bench.engine.session(messages=[1, 2, 3, 4])
+    usage = session.usage
     scores = await session.score(["ab", "c"])
     assert scores == [
         pytest.approx(witness_score([1, 2, 3, 4], list(b"ab"))),
         pytest.approx(witness_score([1, 2, 3, 4], list(b"c"))),
     ]
-    assert session.token_ids == (1, 2, 3, 4)
+    assert (session.token_ids, session.messages, session.usage) == ((1, 2, 3, 4), (), usage)
 
 
 async def test_a_failed_step_fails_its_call_alone(bench: Bench) -> None:
@@ -288,12 +323,13 @@ async def test_a_reply_that_was_whole_when_its_session_closed_is_not_kept(bench:
         await engine.generate([5], max_tokens=20)
     with pytest.raises(SessionClosedError):
         await stream.result()
-    assert branches[0].token_ids == ()
+    assert (branches[0].token_ids, branches[0].messages) == ((), ())
     async with session.stream(max_tokens=3) as stream:
         await engine.generate([5], max_tokens=20)
         await session.aclose()
         with pytest.raises(SessionClosedError):
             await anext(stream)
+    assert (session.token_ids, session.messages) == ((), ())
     await bench.settle()
     assert engine.stats().used_blocks == 0
     late = engine.session(messages=[1, 2, 3])
@@ -452,3 +488,15 @@ async def test_stop_ids_may_be_any_sequence(bench: Bench) -> None:
         session = bench.engine.session(messages=[1, 2, 3])
         reply = await session.generate(stop_token_ids=ids, max_tokens=4)  # type: ignore[arg-type]  # NumPy's too
         assert (reply.finish_reason, reply.token_ids) == ("stop", (first,))
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+async def test_a_reply_cut_inside_a_character_goes_on_with_all_of_it(cut: int) -> None:
+    said = "a\U0001f600b".encode()
+    async with scripted_engine([list(said[:cut]), list(said[cut:])]) as engine:
+        session = engine.session()
+        first = await session.generate("x", max_tokens=cut)
+        assert first.text == said[:cut].decode(errors="replace")
+        second = await session.generate()
+        assert session.messages[-1].content == said.decode()
+        assert second.text in ("\U0001f600b", "b")

@@ -7,6 +7,7 @@ import pytest
 
 from agentkv import (
     AgentKVError,
+    ContextLengthError,
     Message,
     Session,
     SessionBusyError,
@@ -30,6 +31,29 @@ async def test_a_lagging_reader_gets_one_larger_delta(bench: Bench) -> None:
         deltas = [delta async for delta in stream]
     assert len(deltas) == 1
     assert list(deltas[0].token_ids) == expected(lagging, 40)
+
+
+async def test_a_whole_reply_is_discarded_if_its_block_is_left_before_it_was_read(
+    bench: Bench,
+) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    ids, used = session.token_ids, bench.engine.stats().used_blocks
+    async with session.stream("x", max_tokens=4):
+        await bench.engine.generate("longer", max_tokens=40)
+        assert bench.engine.stats().running == 0
+    assert (session.token_ids, len(session.messages)) == (ids, 1)
+    await bench.settle()
+    assert bench.engine.stats().used_blocks == used
+
+
+async def test_a_stream_that_is_refused_lets_the_next_call_run(bench: Bench) -> None:
+    session = bench.engine.session(system=SYSTEM)
+    for _ in range(2):
+        with pytest.raises(ContextLengthError):
+            await session.stream("x", max_tokens=10**6).__aenter__()
+        assert session.status is Status.IDLE
+    with anyio.fail_after(20):
+        await session.generate("x", max_tokens=2)
 
 
 async def test_a_stop_string_over_token_borders_never_leaks(bench: Bench) -> None:
@@ -156,6 +180,31 @@ async def test_a_reader_ends_when_another_task_ends_the_stream(bench: Bench, end
     assert session.token_ids[3:] == done.token_ids
     assert list(done.token_ids[: len(read)]) == read
     assert session.status is Status.IDLE
+
+
+@pytest.mark.parametrize("fails_by", [StepError, TimeoutError])
+async def test_a_stream_that_failed_is_over_before_its_block_is(
+    bench: Bench, fails_by: type[Exception]
+) -> None:
+    session = await bench.engine.session(system=SYSTEM)
+    ids, gate = session.token_ids, Gate(bench.runner)
+    timeout = 0.05 if fails_by is TimeoutError else None
+    async with session.stream("x", max_tokens=4, timeout=timeout) as stream:
+        if fails_by is StepError:
+            bench.runner.after_step = explode
+            gate.open()
+        with pytest.raises(fails_by):
+            await stream.result()
+        bench.runner.after_step = lambda batch: None
+        gate.open()
+        assert (stream.is_open, session.status, session.token_ids) == (False, Status.IDLE, ids)
+        with anyio.fail_after(20):
+            await session.generate("y", max_tokens=2)
+    assert list(session.token_ids[-2:]) == expected(session, 2)
+
+
+def explode(batch: Batch) -> None:
+    raise RuntimeError("on purpose")
 
 
 async def test_every_reader_of_a_failed_stream_is_told(bench: Bench) -> None:

@@ -11,3 +11,4 @@ def test_derived_keys_differ_and_repeat() -> None:
     assert derive_key(1, "fork", 7) == derive_key(1, "fork", 7)
     assert derive_key(1, "fork", 7) != derive_key(2, "fork", 7)
     assert derive_key(1, "fork", 7) != derive_key(1, "rollback", 7)
+    assert derive_key(1, "fork", 23) != derive_key(12, "fork", 3)
