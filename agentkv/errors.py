@@ -85,7 +85,7 @@ class StepError(EngineError):
 
 
 class WrongLoopError(EngineError):
-    """The engine was used from another event loop than the one that opened it."""
+    """The engine was used from another event loop, or process, than the one that opened it."""
 
 
 class SessionError(AgentKVError):

@@ -185,6 +185,7 @@ class Session(Handle):
         chosen = parse_options(self._host, options)
         entries = to_entries(self._host, prompt)
         check_number("timeout", timeout, 0.0, 1e9)
+        self._host.worker.check_loop()
 
         async def begin(stream: Stream) -> Turn:
             turn = await self._begin(entries, chosen, reply=True)
@@ -426,6 +427,7 @@ class Session(Handle):
         chosen = parse_options(self._host, options)
         entries = to_entries(self._host, prompt)
         check_number("timeout", timeout, 0.0, 1e9)
+        self._check_open()
         with anyio.move_on_after(timeout):
             turn = await self._begin(entries, chosen, reply=True)
             try:

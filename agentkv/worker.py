@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import sys
 import threading
 from collections import deque
@@ -88,6 +89,7 @@ class Worker:
         # A step that did not return in time; nobody waits for its thread any more.
         self._is_given_up = False
         self._loop = anyio.lowlevel.current_token().native_token
+        self._pid = os.getpid()
 
     # Life.
 
@@ -119,6 +121,8 @@ class Worker:
 
     async def close(self) -> None:
         """Stop the thread, waiting for its step at most `close_timeout_s`. Idempotent."""
+        if self._is_inherited():
+            return
         self.refuse(_closed)
         self._commands.put(None)
         for seconds in (self.config.close_timeout_s, FREEING_S):
@@ -163,7 +167,7 @@ class Worker:
     # What the loop asks for.
 
     def check(self) -> None:
-        """Raise unless this is the engine's loop and the engine takes work."""
+        """Raise unless this is the engine's loop, in its process, and the engine takes work."""
         self.check_loop()
         if self._refusal is not None:
             raise self._refusal()
@@ -171,6 +175,10 @@ class Worker:
 
     def check_loop(self) -> None:
         """Raise unless this runs on the engine's loop, in a task or in a callback."""
+        if self._is_inherited():
+            raise WrongLoopError(
+                "an engine belongs to the process that opened it; a fork opens its own"
+            )
         if not self._is_on_own_loop():
             raise WrongLoopError(
                 "an engine belongs to the event loop that opened it; from another thread, use "
@@ -185,9 +193,13 @@ class Worker:
         return float(clock())
 
     def check_closing(self) -> None:
-        """Raise unless this is the engine's loop, or that loop is over and handles are let go."""
-        if not self._is_loop_over():
+        """Raise unless handles may be let go: on the engine's loop, once it is over, in a fork."""
+        if not self._is_inherited() and not self._is_loop_over():
             self.check_loop()
+
+    def _is_inherited(self) -> bool:
+        # The child of a fork has copies of the handles, and neither the thread nor its memory.
+        return os.getpid() != self._pid
 
     def _is_on_own_loop(self) -> bool:
         return _running_loop(self._loop) is self._loop

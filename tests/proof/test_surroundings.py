@@ -16,40 +16,84 @@ from agentkv import Session
 from agentkv.core.batch import Batch
 from tests.bench import Bench, expected
 
-CHILD = """
-import os, threading
+FORKING = """
+import os, sys, threading
 import anyio
-from agentkv import Engine, EngineConfig
+from agentkv import Engine, EngineConfig, WrongLoopError
 from agentkv.testing.byte_tokenizer import byte_tokenizer
 from agentkv.testing.witness import WitnessRunner, witness_reply
 
+backend, ends = sys.argv[1:]
 reached, forked = threading.Event(), threading.Event()
 
 def in_a_step(batch):
     reached.set()
     assert forked.wait(20)
 
+async def turn(session):
+    reply = await session.generate("x", max_tokens=20)
+    assert list(reply.token_ids) == witness_reply(session.token_ids[:-20], 20)
+
 async def main():
     runner = WitnessRunner(num_blocks=64, tokenizer=byte_tokenizer())
-    runner.before_step = in_a_step
-    async with Engine(lambda _: runner, config=EngineConfig(debug=True)) as engine:
-        session = engine.session(system="s")
-        async with anyio.create_task_group() as group:
-            group.start_soon(fork)
-            reply = await session.generate("x", max_tokens=20)
-        ids = session.token_ids
-        assert list(reply.token_ids) == witness_reply(ids[:-20], 20)
+    # Whoever waits for a thread that is not there fails the test.
+    config = EngineConfig(debug=True, close_timeout_s=3600)
+    async with Engine(lambda _: runner, config=config) as engine:
+        session, other = engine.session(system="s"), engine.session(system="t")
+        mark = other.checkpoint()
+        runner.before_step = in_a_step
+        async with other.stream("y", max_tokens=9) as stream:
+            await anyio.to_thread.run_sync(reached.wait)
+            child = os.fork()
+            if not child:
+                await in_child(engine, session, mark, stream)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == 3
+            if ends == "exit":
+                # With its loop the child has closed what wakes the parent's.
+                os._exit(0)
+            forked.set()
+            await stream.result()
+        other.rollback(mark)
+        for each in (session, other, session.fork()):
+            await turn(each)
 
-async def fork():
-    await anyio.to_thread.run_sync(reached.wait)
-    child = os.fork()
-    if not child:
-        os._exit(0)  # as multiprocessing does
-    _, status = os.waitpid(child, 0)
-    forked.set()
-    assert status == 0, f"the child ended with {status}"
+async def in_child(engine, session, mark, stream):
+    for name, call in {
+        "session": lambda: engine.session(),
+        "fork": lambda: session.fork(),
+        "checkpoint": lambda: session.checkpoint(),
+        "add": lambda: session.add("x"),
+        "rollback": lambda: session.rollback(mark),
+        "stream": lambda: session.stream("x", timeout=1),
+        "generate": lambda: session.generate("x", timeout=1),
+        "engine.generate": lambda: engine.generate("x", timeout=1),
+        "score": lambda: session.score(["x"]),
+        "tree": lambda: engine.tree(),
+        "await": lambda: session,
+        "next": lambda: anext(stream),
+        "result": lambda: stream.result(),
+        "stop": lambda: stream.stop(),
+    }.items():
+        try:
+            await call()
+        except WrongLoopError as error:
+            assert "process" in str(error)
+        else:
+            sys.stderr.write(f"{name} is not refused")
+            os._exit(1)
+    if ends == "exit":
+        sys.exit(3)
+    await stream.__aexit__()
+    await mark.aclose()
+    await session.aclose()
+    await engine.aclose()
+    os._exit(3)  # as multiprocessing does
 
-anyio.run(main)
+if backend == "uvloop":
+    anyio.run(main, backend_options={"use_uvloop": True})
+else:
+    anyio.run(main, backend=backend)
 """
 
 
@@ -98,9 +142,13 @@ async def test_a_time_of_day_that_jumps_ends_no_turn(bench: Bench) -> None:
     await family_is_right(bench)
 
 
-def test_a_child_forked_in_the_middle_of_a_step_ends_alone() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["asyncio", "uvloop", "trio"])
+@pytest.mark.parametrize("ends", ["exit", "os._exit"])
+def test_a_child_forked_in_the_middle_of_a_step_ends_alone(backend: str, ends: str) -> None:
+    """What it inherited is refused and may be closed; with `os._exit` the parent goes on."""
     run = subprocess.run(
-        [sys.executable, "-c", CHILD],
+        [sys.executable, "-c", FORKING, backend, ends],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
