@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import anyio
 import anyio.lowlevel
@@ -58,8 +58,9 @@ T = TypeVar("T")
 # How long an engine without a step in progress may take to free its memory.
 FREEING_S = 0.5
 
-# Threads that run, or end just now, and their workers.
-_step_threads: WeakKeyDictionary[threading.Thread, Worker] = WeakKeyDictionary()
+# Threads that run, or end just now, and their workers. Held weakly: a thread that ends may be the
+# last to hold its worker, and must free it before it is gone from here.
+_step_threads: WeakKeyDictionary[threading.Thread, ReferenceType[Worker]] = WeakKeyDictionary()
 
 
 class Worker:
@@ -342,7 +343,7 @@ class Worker:
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="agentkv-step", daemon=True)
-        _step_threads[thread] = self
+        _step_threads[thread] = ref(self)
         thread.start()
 
     def _run(self) -> None:
@@ -442,8 +443,12 @@ class Worker:
 def _end_step_threads() -> None:
     # The interpreter kills a daemon thread where it stands; in native code, in the middle of a load
     # say, that aborts the process. So they are let go before, unless a step is known to hang.
-    for thread, worker in list(_step_threads.items()):
-        if not worker._is_given_up:
+    for thread, find in list(_step_threads.items()):
+        worker = find()
+        if worker is None:
+            # It frees what the engine held, and then it has ended.
+            thread.join(EngineConfig().close_timeout_s)
+        elif not worker._is_given_up:
             worker.abandon()
             thread.join(worker.config.close_timeout_s)
 

@@ -140,3 +140,30 @@ def test_a_program_ends_that_never_closed_its_engine() -> None:
     said, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, said, errors) == (0, "done\n", "")
     assert time.monotonic() - started < PATIENCE_S
+
+
+def test_a_thread_frees_what_its_engine_held_while_it_can_be_waited_for() -> None:
+    # Later, the end of the interpreter kills it there, and native code aborts the process.
+    process = start(f"""
+    import threading
+
+    freed, freeing = threading.Event(), []
+
+    class Weights:
+        def __del__(self):
+            freeing.append(threading.current_thread().name)
+            freed.set()
+
+    runner.weights = Weights()
+
+    async def open_engine():
+        return await engine.__aenter__()
+
+    anyio.run(open_engine)
+    # The thread is the last to hold them.
+    del engine, runner
+    assert freed.wait({PATIENCE_S})
+    assert freeing == ["agentkv-step"], freeing
+    """)
+    _, said = process.communicate(timeout=2 * PATIENCE_S)
+    assert process.returncode == 0, said
