@@ -33,6 +33,9 @@ class Heard(NamedTuple):
 Script = Iterable[Reply] | Callable[[Heard], Reply]
 
 
+NUM_BLOCKS = 2048
+
+
 class ScriptedRunner(WitnessRunner):
     """A Runner that gives each turn the next reply of a list, or the one that a function chooses.
 
@@ -50,7 +53,7 @@ class ScriptedRunner(WitnessRunner):
         script: Script,
         *,
         logprob: Callable[[Sequence[int], int], float] | None = None,
-        num_blocks: int = 2048,
+        num_blocks: int = NUM_BLOCKS,
         block_size: int = 16,
         max_context: int = 32768,
     ) -> None:
@@ -123,17 +126,24 @@ class ScriptedRunner(WitnessRunner):
 def scripted_engine(script: Script, **settings: Any) -> Engine:  # Any: fields of EngineConfig
     """An engine on a scripted model, to be opened with `async with`.
 
-    `settings` are fields of EngineConfig. For what the model heard, make a ScriptedRunner first.
+    `settings` are fields of EngineConfig; `num_blocks`, `block_size` and `max_context` size the
+    model's memory. For what the model heard, make a ScriptedRunner first.
     """
-    runner = ScriptedRunner(script)
-    return Engine(lambda config: runner, config=EngineConfig(**settings))
+    config = EngineConfig(**settings)
+    num_blocks = NUM_BLOCKS if config.num_blocks is None else config.num_blocks
+    runner = ScriptedRunner(script, num_blocks=num_blocks, block_size=config.block_size)
+    return Engine(lambda config: runner, config=config)
 
 
 def _in_order(replies: Iterator[Reply]) -> Callable[[Heard], Reply]:
+    num_given = 0
+
     def choose(heard: Heard) -> Reply:
+        nonlocal num_given
         for reply in replies:
+            num_given += 1
             return reply
-        raise LookupError("the script has no reply left")
+        raise LookupError(f"the script has no reply left after {num_given}")
 
     return choose
 

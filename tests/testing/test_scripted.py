@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from agentkv import Engine, EngineConfig, StepError
+from agentkv import ContextLengthError, Engine, EngineConfig, StepError
 from agentkv.testing.scripted import Heard, ScriptedRunner, scripted_engine
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +47,7 @@ async def test_an_exception_fails_its_turn_alone() -> None:
         with pytest.raises(StepError, match="no network"):
             await session.generate("x")
         assert (await session.generate("x")).text == "fine"
-        with pytest.raises(StepError, match="no reply left"):
+        with pytest.raises(StepError, match="no reply left after 2"):
             await session.generate("x")
 
 
@@ -87,3 +87,11 @@ async def test_scores_are_the_given_log_probabilities() -> None:
 def test_a_script_is_not_one_text() -> None:
     with pytest.raises(TypeError, match="list of replies"):
         ScriptedRunner("yes")
+
+
+async def test_settings_of_a_scripted_engine_size_its_memory() -> None:
+    async with scripted_engine(["said"], num_blocks=8, block_size=4) as engine:
+        assert (engine.info.num_blocks, engine.info.block_size) == (8, 4)
+        with pytest.raises(ContextLengthError, match="the limit is 32"):
+            await engine.generate("x" * 40)
+        assert (await engine.generate("x", max_tokens=4)).text == "said"
