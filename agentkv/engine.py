@@ -133,18 +133,15 @@ class Engine(Handle):
         if self._life is not _Life.NEW:
             raise EngineClosedError(f"an engine is opened once, and this one is {self._life.value}")
         self._life = _Life.OPENING
-        self._worker = self._make_worker()
+        self._worker = worker = self._make_worker()
         try:
-            runner = await self._worker.open()
+            self._host = host = self._make_host(worker, await worker.open())
+            # The host goes with the last handle, and an idle thread of a loop that is gone with it.
+            finalize(host, worker.abandon).atexit = False
         except BaseException:
             self._life = _Life.CLOSED
+            worker.abandon()
             raise
-        tokenizer = self._tokenizer or getattr(runner, "tokenizer", None)
-        info = runner.info
-        limit = info.capacity(self._config.max_context)
-        self._host = Host(self._worker, tokenizer, info, self._config, limit)
-        # The host goes with the last handle, and an idle thread of a loop that is gone with it.
-        finalize(self._host, self._worker.abandon).atexit = False
         self._life = _Life.OPEN
         return self
 
@@ -250,6 +247,11 @@ class Engine(Handle):
 
     def _make_worker(self) -> Worker:
         return Worker(self._open_runner, self._config)
+
+    def _make_host(self, worker: Worker, runner: Runner) -> Host:
+        tokenizer = self._tokenizer or getattr(runner, "tokenizer", None)
+        info = runner.info
+        return Host(worker, tokenizer, info, self._config, info.capacity(self._config.max_context))
 
     def _opened(self) -> Host:
         if self._life is _Life.CLOSED and self._host is None:

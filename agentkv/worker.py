@@ -96,8 +96,8 @@ class Worker:
 
     async def open(self) -> Runner:
         """Start the thread and wait for its runner; a failure to open is raised here."""
-        self._start()
         try:
+            self._start()
             await self._opened.wait()
         except BaseException:
             self.refuse(lambda: EngineClosedError("the engine was closed while it opened"))

@@ -14,7 +14,7 @@ import anyio
 
 from agentkv.testing.deterministic import Backend, simulate
 from agentkv.testing.faults import FaultPoint
-from agentkv.testing.proof import loads, losses, memories
+from agentkv.testing.proof import interrupts, loads, losses, memories
 from agentkv.testing.proof.awaits import DISTURBANCES, sweep
 from agentkv.testing.proof.scenarios import SCENARIOS
 from agentkv.testing.proof.storm import run_storms
@@ -26,6 +26,7 @@ STORMS: dict[Backend, int] = {"asyncio": 2000, "trio": 1000}
 CHUNK = 50
 MEMORY_OPERATIONS = 17_000
 MEMORY_SEEDS = 3
+INTERRUPT_PARTS = 10
 # These are not for a scenario: they end the engine, and have tests of their own.
 FATAL: set[FaultPoint] = {"open", "close", "share", "forward.hangs"}
 
@@ -106,6 +107,15 @@ def counted_parts() -> list[Part]:
             [
                 partial(losses.fail_everywhere, name, "allocate", for_ever=True)
                 for name in SCENARIOS
+            ],
+            judge_coverage,
+        ),
+        Part(
+            "interrupts",
+            "every point of a program",
+            [
+                partial(interrupts.interrupt_everywhere, part=part, num_parts=INTERRUPT_PARTS)
+                for part in range(INTERRUPT_PARTS)
             ],
             judge_coverage,
         ),

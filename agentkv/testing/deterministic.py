@@ -11,7 +11,7 @@ import asyncio
 import random
 import selectors
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty
 from typing import Any, Literal, TypeVar
@@ -115,13 +115,20 @@ class SteppedWorker(FaultyWorker):
         self._is_in_step = False
         self.on_tick: Callable[[], None] = _nothing
 
+    def run_out(self) -> None:
+        """Do what the thread does on its own when its loop is over; told to end, it ends."""
+        while not self._is_over and (self._stepped is None or self._inbox.items):
+            self._tick()
+
     def _start(self) -> None:
         self._wake()
 
     def _wake(self) -> None:
         if not self._is_awake and not self._is_over:
             self._is_awake = True
-            self._later(self._random.choice(DELAYS_S))
+            # Once the loop is over there is `run_out`.
+            with suppress(RuntimeError):
+                self._later(self._random.choice(DELAYS_S))
 
     def _later(self, delay: float) -> None:
         loop: Any = self._loop  # Any: as in the worker
@@ -191,7 +198,8 @@ class _Inbox:
 class SteppedEngine(FaultyEngine):
     """An engine without a thread: `rng` decides how much of the loop runs between its steps.
 
-    `on_tick` is called on the loop each time before commands are applied or a step runs.
+    `on_tick` is called on the loop each time before commands are applied or a step runs, and
+    `on_worker` with the worker when the engine is opened.
     """
 
     def __init__(
@@ -205,11 +213,13 @@ class SteppedEngine(FaultyEngine):
     ) -> None:
         super().__init__(runner, plan, tokenizer=tokenizer, config=config)
         self.on_tick: Callable[[], None] = _nothing
+        self.on_worker: Callable[[SteppedWorker], object] = lambda worker: None
         self.rng: random.Random = rng
 
     def _make_worker(self) -> Worker:
         worker = SteppedWorker(self._open_runner, self._config, self.plan, self.rng)
         worker.on_tick = lambda: self.on_tick()
+        self.on_worker(worker)
         return worker
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..config import EngineConfig
@@ -219,11 +220,14 @@ class FaultyEngine(Engine):
         words = tokenizer or getattr(runner, "tokenizer", None)
         if isinstance(words, ChatTokenizer):
             words = faulty(words, self.plan)
-        super().__init__(lambda config: self._open_faulty(runner), tokenizer=words, config=config)
-
-    def _open_faulty(self, runner: Runner) -> Runner:
-        self.plan.pass_point("open")
-        return FaultyRunner(runner, self.plan)
+        # A partial: the worker keeps it, and must not keep the engine.
+        open_runner = partial(_open_faulty, runner, self.plan)
+        super().__init__(open_runner, tokenizer=words, config=config)
 
     def _make_worker(self) -> Worker:
         return FaultyWorker(self._open_runner, self._config, self.plan)
+
+
+def _open_faulty(runner: Runner, plan: FaultPlan, config: EngineConfig) -> Runner:
+    plan.pass_point("open")
+    return FaultyRunner(runner, plan)
