@@ -434,15 +434,16 @@ class Session(Handle):
                 self._submit(turn, n)
                 finished = [await call.result() for call in turn.calls]
                 samples = tuple(
-                    complete(self._host, call, end, turn)
-                    for call, end in zip(turn.calls, finished, strict=True)
-                    if end is not None
+                    [
+                        await complete(self._host, call, end, turn)
+                        for call, end in zip(turn.calls, finished, strict=True)
+                        if end is not None
+                    ]
                 )
                 assert finished[0] is not None
-                completion = self._commit(turn, finished[0])
-                return (
-                    completion if n == 1 else msgspec.structs.replace(completion, samples=samples)
-                )
+                first = samples[0]
+                self._commit(turn, finished[0], first)
+                return first if n == 1 else msgspec.structs.replace(first, samples=samples)
             finally:
                 self._end(turn)
         raise out_of_time(timeout)
@@ -470,12 +471,10 @@ class Session(Handle):
             ]
         )
 
-    def _commit(self, turn: Turn, finished: Finished) -> Completion:
-        completion = complete(self._host, turn.calls[0], finished, turn)
+    def _commit(self, turn: Turn, finished: Finished, completion: Completion) -> None:
         conversation = text.commit(turn.plan, completion.text, completion.finish_reason)
         assert finished.snapshot is not None
         self._install(State(conversation, finished.snapshot, self._state.key), finished.usage)
-        return completion
 
     def _install(self, state: State, usage: Usage) -> None:
         # The engine may have ended, or the session been closed, while the outcome was on its way.

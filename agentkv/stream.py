@@ -16,7 +16,7 @@ from .errors import RequestError
 from .handle import Handle
 from .messages import Completion, Delta
 from .text.stopping import ReplyText
-from .turn import Host, Turn, out_of_time
+from .turn import Host, Turn, complete, out_of_time
 from .worker import Call, Finished
 
 __all__ = ["Stream"]
@@ -49,7 +49,7 @@ class Stream(Handle):
         self,
         host: Host,
         begin: Callable[[Stream], Awaitable[Turn]],
-        commit: Callable[[Turn, Finished], Completion],
+        commit: Callable[[Turn, Finished, Completion], None],
         end: Callable[[Turn], None],
         timeout: float | None,
     ) -> None:
@@ -173,10 +173,15 @@ class Stream(Handle):
         if turn is not None:
             with self._discarding(), self._time_limit():
                 finished = await turn.calls[0].result()
+                completion = None
+                if finished is not None:
+                    completion = await complete(self._host, turn.calls[0], finished, turn)
                 # Another task may have committed or discarded the turn meanwhile.
                 if self._turn is turn:
                     assert finished is not None, "an open turn's call has an outcome"
-                    self._completion = self._commit(turn, finished)
+                    assert completion is not None, "what has an outcome is completed"
+                    self._commit(turn, finished, completion)
+                    self._completion = completion
             self._close()
         if self._completion is None:
             self._raise_misuse()

@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 # Rendering and encoding this much text takes well under a millisecond; more is done off the loop.
 ON_LOOP_CHARS = 8_000
+# To make text of a sampled id takes as long as so many characters, and so many more for each string
+# that may stop the reply.
+ID_CHARS, STOP_CHARS = 10, 4
 # Text is handled by as many threads at most, none of them taken from those of the application,
 # which may all be waiting for a session.
 TEXT_THREADS = 4
@@ -213,22 +216,27 @@ def build_request(
     )
 
 
-def complete(host: Host, call: Call, finished: Finished, turn: Turn) -> Completion:
-    """The finished reply of one call as users see it."""
-    options = turn.options
+async def complete(host: Host, call: Call, finished: Finished, turn: Turn) -> Completion:
+    """The finished reply of one call as users see it; its text is made off the loop when long."""
+    options, tokenizer = turn.options, host.tokenizer
     ids = tuple(call.request.output_ids)
     visible = ""
     stop_reason: str | int | None = finished.stop_token
-    if host.tokenizer is not None:
-        reply = ReplyText(
-            host.tokenizer,
-            options.stop,
-            min_tokens=options.min_tokens,
-            after=turn.plan.reply_context,
-        )
-        kept = ids if finished.stop_token is None else ids[:-1]
-        visible = reply.push(kept) + reply.finish()
-        stop_reason = reply.stop_string if finished.stop_token is None else finished.stop_token
+    if tokenizer is not None:
+
+        def read() -> tuple[str, str | None]:
+            reply = ReplyText(
+                tokenizer,
+                options.stop,
+                min_tokens=options.min_tokens,
+                after=turn.plan.reply_context,
+            )
+            kept = ids if finished.stop_token is None else ids[:-1]
+            return reply.push(kept) + reply.finish(), reply.stop_string
+
+        size = len(ids) * (ID_CHARS + STOP_CHARS * len(options.stop))
+        visible, stop_string = await handle_text(host, read, size)
+        stop_reason = stop_string if finished.stop_token is None else finished.stop_token
     assert finished.finish_reason is not None, "a generated reply has a reason to end"
     return Completion(
         text=visible,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import anyio
 import pytest
@@ -18,7 +18,9 @@ from agentkv.text import budget
 from agentkv.text.budget import HurriedError, hurried
 from agentkv.text.plain import PlainBackend
 from agentkv.text.rendering import Piece
+from agentkv.text.stopping import ReplyText
 from agentkv.text.tokenizer import ChatTokenizer
+from tests.bench import make
 
 pytestmark = pytest.mark.anyio
 
@@ -82,6 +84,33 @@ async def test_an_endless_template_is_stopped_off_the_loop(monkeypatch: pytest.M
     with pytest.raises(ChatTemplateError, match=r"more than 0\.3 seconds"):
         await open_with(ENDLESS, lambda session: session.generate("hello"))
     assert time.thread_time() - before < 0.25
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+async def test_text_of_a_long_reply_is_made_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    pushed: dict[int, int] = {}
+    push = ReplyText.push
+
+    def watched(self: ReplyText, ids: Sequence[int]) -> str:
+        thread = threading.get_ident()
+        pushed[thread] = max(pushed.get(thread, 0), len(ids))
+        return push(self, ids)
+
+    monkeypatch.setattr(ReplyText, "push", watched)
+    engine, _ = make()
+    async with engine:
+        session = engine.session(system="Go on and on.")
+        if how == "generate":
+            reply = await session.generate("x", max_tokens=1000)
+        else:
+            async with session.stream("x", max_tokens=1000) as stream:
+                reply = await stream.result()
+    assert len(reply.token_ids) == 1000
+    assert session.messages[-1].content == reply.text
+    assert threading.get_ident() not in pushed
+    assert list(pushed.values()) == [1000]
 
 
 async def test_a_cancelled_call_leaves_no_rendering_behind(

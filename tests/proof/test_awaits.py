@@ -34,6 +34,7 @@ LEAST = {
     "close_engine": 10,
     "squeeze": 115,
     "long_text": 6,
+    "long_replies": 132,
     "long_score": 7,
 }
 # Awaits that give way to nobody: what they await does not wait itself.

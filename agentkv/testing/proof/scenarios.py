@@ -263,6 +263,20 @@ async def long_score(world: World) -> None:
     await world.disturbed(scores())
 
 
+async def long_replies(world: World) -> None:
+    """Replies that take so long to make text of that it is made off the loop."""
+    session = world.engine.session(namespace="long")
+    stops = [f"never said {at}" for at in range(64)]
+
+    async def ask() -> None:
+        await session.generate("x", max_tokens=32, stop=stops)
+        async with session.stream("y", max_tokens=32, stop=stops) as stream:
+            await stream.result()
+
+    await world.disturbed(ask())
+    await _talk_on(world, session)
+
+
 async def wait_in_line(world: World) -> None:
     """A warming, a score and a stream wait for a turn of their session."""
     one = await world.open()
@@ -318,6 +332,7 @@ SCENARIOS: dict[str, Scenario] = {
     "close_engine": Scenario(close_engine, closes=True),
     "squeeze": Scenario(squeeze, num_blocks=20),
     "long_text": Scenario(long_text, num_blocks=2100, batch_tokens=9000),
+    "long_replies": Scenario(long_replies),
     "long_score": Scenario(long_score, num_blocks=2100, batch_tokens=9000),
 }
 
