@@ -28,8 +28,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `device` is "auto", "cpu", "cuda" or another of torch's; `dtype` "auto" is bfloat16 where the
     device computes in it, else float32. `max_context` shortens the model's context, in tokens;
     `max_num_seqs` bounds the sequences of one step. `seed` decides the random numbers of sessions
-    whose calls have none. `prefix_cache` keeps the KV of ended conversations for others that begin
-    alike; `share_attention` reads KV that sessions share once for all of them. `close_timeout_s`
+    whose calls have none. `prefix_cache` shares KV among all that begin alike, and keeps that of
+    ended conversations for others; without it only forks share. `share_attention` reads KV that sessions share once for all of them. `close_timeout_s`
     is how long closing waits for a step in progress. `allow_remote_code` lets a model folder run
     code of its own.
 

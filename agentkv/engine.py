@@ -224,7 +224,8 @@ class Engine(Handle):
         """A single reply without a session of its own; `n` replies share the prompt's KV.
 
         `system` and `namespace` are those of `session`. With `n` above 1, `Completion.samples` has
-        them all. Raises as `Session.generate` does.
+        them all; without `prefix_cache` each computes the prompt for itself. Raises as
+        `Session.generate` does.
         """
         check_integer("n", n, 1, self._opened().config.max_num_seqs, optional=False)
         async with self.session(system=system, namespace=namespace) as session:
