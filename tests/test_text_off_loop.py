@@ -20,6 +20,7 @@ from agentkv.text.plain import PlainBackend
 from agentkv.text.rendering import Piece
 from agentkv.text.stopping import ReplyText
 from agentkv.text.tokenizer import ChatTokenizer
+from agentkv.turn import ON_LOOP_CHARS
 from tests.bench import make
 
 pytestmark = pytest.mark.anyio
@@ -76,6 +77,14 @@ async def test_a_slow_template_goes_on_off_the_loop(monkeypatch: pytest.MonkeyPa
     on_loop = [outcome for thread, outcome in threads.ended if thread == threading.get_ident()]
     assert on_loop == ["HurriedError"]
     assert {outcome for thread, outcome in threads.ended[1:]} == {"rendered"}
+
+
+async def test_a_long_text_is_handled_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = Threads(monkeypatch)
+    runner = WitnessRunner(num_blocks=1024, max_context=16384, tokenizer=byte_tokenizer())
+    async with Engine(lambda _: runner, config=EngineConfig(debug=True)) as engine:
+        await engine.session().generate("x" * (ON_LOOP_CHARS + 1), max_tokens=2)
+    assert threading.get_ident() not in {thread for thread, _ in threads.ended}
 
 
 async def test_an_endless_template_is_stopped_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
