@@ -281,6 +281,18 @@ async def test_siblings_draw_differently_and_a_seed_repeats(bench: Bench) -> Non
     assert len(same) == 1
 
 
+async def test_sessions_draw_differently_and_an_engine_of_the_same_seed_repeats_them() -> None:
+    said: list[list[tuple[int, ...]]] = []
+    for seed in (1, 1, 2):
+        engine, _ = make(seed=seed)
+        async with engine:
+            sessions = [engine.session(messages=[1]) for _ in range(3)]
+            replies = [await each.generate(max_tokens=12, temperature=1.0) for each in sessions]
+            said.append([reply.token_ids for reply in replies])
+    assert said[0] == said[1]
+    assert len({*said[0], *said[2]}) == 6
+
+
 async def test_samples_share_the_prompt_and_the_first_is_n_of_one(bench: Bench) -> None:
     many = await bench.engine.generate("question " * 20, n=4, max_tokens=6, temperature=1.0, seed=3)
     one = await bench.engine.generate("question " * 20, max_tokens=6, temperature=1.0, seed=3)
@@ -338,6 +350,7 @@ async def test_a_reply_that_was_whole_when_its_session_closed_is_not_kept(bench:
         await engine.aclose()
         with pytest.raises(EngineClosedError):
             await stream.result()
+    assert (late.token_ids, late.messages) == ((), ())
     assert late.token_ids == ()
 
 
@@ -500,3 +513,15 @@ async def test_a_reply_cut_inside_a_character_goes_on_with_all_of_it(cut: int) -
         second = await session.generate()
         assert session.messages[-1].content == said.decode()
         assert second.text in ("\U0001f600b", "b")
+
+
+@pytest.mark.parametrize("cut", [2, 3, 4])
+async def test_a_stop_string_may_begin_before_the_cut_of_its_character(cut: int) -> None:
+    said = "a\U0001f600b".encode()
+    async with scripted_engine([list(said[:cut]), list(said[cut:])]) as engine:
+        session = engine.session()
+        await session.generate("x", max_tokens=cut)
+        second = await session.generate(stop="\U0001f600")
+        assert (second.text, second.stop_reason) == ("", "\U0001f600")
+        assert bytes(second.token_ids) == said[cut:5]
+        assert session.messages[-1].content == "a"
