@@ -204,17 +204,17 @@ async def test_dropping_every_session_frees_every_block(bench: Bench) -> None:
 
 
 async def test_a_dropped_session_gives_its_blocks_back_though_nobody_calls(bench: Bench) -> None:
-    dropped = await bench.engine.session(system=SYSTEM)
+    dropped = await bench.engine.session(system=SYSTEM * 10)
     session = bench.engine.session(messages=[1, 2, 3])
     gate = Gate(bench.runner, after_steps=2)
-    async with session.stream(max_tokens=3000) as stream:
+    async with session.stream(max_tokens=1500) as stream:
         await anext(stream)
         held = bench.engine.stats().used_blocks
         del dropped
         gc.collect()
         gate.open()
-        # Long before this reply ends.
-        while bench.engine.stats().used_blocks > held - 20:
+        # Long before this reply ends, which never takes as many blocks as are given back.
+        while bench.engine.stats().used_blocks > held - 200:
             await anext(stream)
 
 
@@ -351,7 +351,6 @@ async def test_a_reply_that_was_whole_when_its_session_closed_is_not_kept(bench:
         with pytest.raises(EngineClosedError):
             await stream.result()
     assert (late.token_ids, late.messages) == ((), ())
-    assert late.token_ids == ()
 
 
 @pytest.mark.parametrize("use", ["warm", "score", "generate"])
