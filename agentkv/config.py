@@ -29,9 +29,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device computes in it, else float32. `max_context` shortens the model's context, in tokens;
     `max_num_seqs` bounds the sequences of one step. `seed` decides the random numbers of sessions
     whose calls have none. `prefix_cache` shares KV among all that begin alike, and keeps that of
-    ended conversations for others; without it only forks share. `share_attention` reads KV that sessions share once for all of them. `close_timeout_s`
-    is how long closing waits for a step in progress. `allow_remote_code` lets a model folder run
-    code of its own.
+    ended conversations for others; without it only forks share. `share_attention` reads KV that
+    sessions share once for all of them. `close_timeout_s` is how long closing waits for a step in
+    progress. `allow_remote_code` lets a model folder run code of its own.
 
     `num_blocks` or `kv_memory_bytes` sizes the KV memory, in blocks of `block_size` tokens (None:
     as much as is sensible on the device). `max_batch_tokens` is the token budget of one step (None:
