@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import agentkv
-from agentkv import Engine, EngineConfig, Message
+from agentkv import Engine, EngineConfig, InvalidOptionError, Message, SamplingOptions
 from agentkv.core.batch import Batch
 from agentkv.testing.byte_tokenizer import byte_tokenizer
 from agentkv.testing.faults import FaultPlan, FaultPoint
@@ -157,3 +157,10 @@ async def test_a_reply_that_nobody_awaits_is_not_quoted_by_the_loop(
         del session
         gc.collect()
     assert_silent(caplog.text)
+
+
+@pytest.mark.parametrize("value", ["secret " * 9, b"secret " * 9, ["secret"] * 9], ids=type)
+async def test_a_long_value_in_the_wrong_place_is_not_quoted(value: object) -> None:
+    with pytest.raises(InvalidOptionError) as caught:
+        SamplingOptions(temperature=value)  # type: ignore[arg-type]  # wrong on purpose
+    assert "secret" not in str(caught.value)

@@ -524,3 +524,13 @@ async def test_a_stop_string_may_begin_before_the_cut_of_its_character(cut: int)
         assert (second.text, second.stop_reason) == ("", "\U0001f600")
         assert bytes(second.token_ids) == said[cut:5]
         assert session.messages[-1].content == "a"
+
+
+async def test_options_are_those_of_the_moment_of_the_call(bench: Bench) -> None:
+    bias = dict.fromkeys(range(130), -100.0)
+    session = bench.engine.session(messages=[1])
+    stream = session.stream(max_tokens=20, logit_bias=bias)
+    bias.clear()
+    async with stream:
+        reply = await stream.result()
+    assert min(reply.token_ids) >= 130

@@ -199,8 +199,9 @@ def test_bias_moves_the_choice() -> None:
     assert ids(sample(logits, [biased])) == [0]
 
 
-def test_repetition_penalty_is_that_of_transformers() -> None:
-    logits = random_logits(1, 30)
+@pytest.mark.parametrize("shift", [0.0, -20.0])
+def test_repetition_penalty_is_that_of_transformers(shift: float) -> None:
+    logits = random_logits(1, 30) + shift
     seen = [int(i) for i in logits[0].topk(6).indices] * 2 + [int(logits.argmin())]
     expected = RepetitionPenaltyLogitsProcessor(2.5)(torch.tensor([seen]), logits.clone())
     penalised = spec(
