@@ -365,7 +365,7 @@ class Worker:
     def _turn(self, core: Core) -> bool:
         """Apply what was posted and run a step; False once the thread's work has ended."""
         try:
-            if self._apply(core):
+            if not core.is_given_up and self._apply(core):
                 self._step(core)
                 return True
         except BaseException as error:
@@ -394,6 +394,8 @@ class Worker:
 
     def _step(self, core: Core) -> None:
         changed = core.step() if core.has_work else []
+        if core.is_given_up:
+            return
         self.stats = core.stats()
         if changed:
             # No variable holds these: a failure's traceback keeps this frame.
@@ -424,7 +426,8 @@ class Worker:
             core.close()
         except Exception:
             _logger.exception("the engine's KV memory could not be freed")
-        self.stats = core.stats()
+        if not core.is_given_up:
+            self.stats = core.stats()
 
     def _publish(self, *deliveries: Callable[[], object]) -> None:
         self._outbox.extend(deliveries)

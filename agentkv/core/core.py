@@ -65,6 +65,9 @@ class Core:
         self._num_barren = 0
         self._has_failed = False
         self._counts = dict.fromkeys(("prefill", "decode", "recomputed"), 0)
+        # A step returned after `quarantine`, whose thread may still be dropping everything: from
+        # then on the step's thread may only `close`.
+        self.is_given_up: bool = False
 
     @property
     def has_work(self) -> bool:
@@ -196,7 +199,8 @@ class Core:
     def close(self) -> None:
         """Drop everything and close the runner. Idempotent."""
         try:
-            self._drop_everything()
+            if not self.is_given_up:
+                self._drop_everything()
         finally:
             self._runner.close()
 
@@ -210,7 +214,8 @@ class Core:
         if rows:
             outcome = self._execution.run(rows, plan.copies, self._scheduler.tree_changes)
         if outcome is None:
-            # Quarantined meanwhile: everything is dropped already.
+            # Quarantined meanwhile: the books are the other thread's.
+            self.is_given_up = True
             return
         self._memory.pool.release([copy.src for copy in plan.copies])
         if outcome.error is not None:

@@ -284,6 +284,23 @@ def test_a_step_that_hangs_can_be_given_up() -> None:
     assert driver.core.quarantine() == ()
 
 
+def test_a_given_up_step_that_returns_leaves_the_books_to_who_gave_it_up() -> None:
+    driver = CoreDriver()
+    turn = driver.submit(None, PROMPT)
+
+    def give_up(batch: Batch) -> None:
+        # As if `quarantine`, on its thread, had got no further than this.
+        driver.core._execution.abandon()
+
+    driver.runner.before_step = give_up
+    assert driver.core.step() == []
+    before = driver.core.stats()
+    driver.core.close()
+    assert driver.runner.is_closed
+    assert driver.core.stats() == before
+    assert turn.request.outcome is None
+
+
 def test_a_block_that_a_hanging_step_may_still_copy_is_withdrawn_too() -> None:
     driver = CoreDriver()
     warm = driver.submit(None, PROMPT[:7], kind="warm")
